@@ -3000,15 +3000,6 @@ class ScriptLine:
     calls: tuple[ScriptCall, ...] = ()
 
 
-def read_arguments(call: ToolCall, arguments: JSON) -> ToolCall:
-    """The call with its arguments read as strictly as a decision needs; broken ones are kept as `raw`."""
-    try:
-        value = strict_json(arguments) if isinstance(arguments, str) else arguments
-    except ToolError as error:
-        return replace(call, raw=arguments, problem=error.what)
-    return replace(call, arguments=value)
-
-
 def fitted_estimate(request: Request, state: State, window: int) -> int:
     """Our count of the request's tokens. Raises RunEnded (exit 7) when it cannot fit the window."""
     texts = [message.text + message.said + "".join(compact(call.arguments) + call.name for call in message.calls)
@@ -3028,7 +3019,474 @@ def window_share(window: int) -> int:
     return max(800, window // 8 * 7 // 2)
 
 
-# ── READER SLOT ──
+# ── The reader: bytes to one reply, for both wires ──
+
+
+def read_reply(status: int, headers: Mapping[str, str], chunks: Iterable[bytes], tools: Sequence[ToolSpec],
+               on_delta: Callable[[str, str], None]) -> Reply:
+    """The one whole reply that a body holds; `on_delta` gets ("text" or "thinking", text) as it arrives.
+
+    Raises ModelError: for a status other than 2xx, an error inside a 200, and whatever ended early. Nothing of a
+    failed or cut reply comes back, so nothing of it can run."""
+    if not 200 <= status < 300:
+        raise http_error(status, headers, b"".join(itertools.islice(chunks, 4096)))
+    assembler = Assembler(on_delta)
+    try:
+        for record in read_records(chunks):
+            assembler.feed(record)
+    except ModelError as error:
+        if error.kind is ErrorKind.MODEL_ERROR or not assembler.complete:
+            raise
+    return assembler.reply(tools)
+
+
+def http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelError:
+    """What a refusal says, in one line, with the wait that it asks for."""
+    text = body.decode("utf-8", "replace").strip()
+    try:
+        found = error_in(json.loads(text), Place.BODY)
+    except ValueError:
+        found = ""
+    message = found or one_line(re.sub(r"<[^>]*>", " ", text), 200) or "no message"
+    if 300 <= status < 400:
+        message = f"it redirects to {headers.get('location', 'nowhere')}; name that address with --url"
+    return ModelError(ErrorKind.HTTP, f"status {status}: {one_line(message, 400)}", status, text[:4000],
+                      retry_after(headers))
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds to wait: `retry-after-ms`, or Retry-After as seconds or as a date (RFC 9110, 10.2.3)."""
+    lower = {name.lower(): value for name, value in headers.items()}
+    try:
+        if "retry-after-ms" in lower:
+            return max(0.0, float(lower["retry-after-ms"]) / 1000)
+        return max(0.0, float(lower["retry-after"])) if "retry-after" in lower else None
+    except ValueError:
+        from email.utils import parsedate_to_datetime
+    try:
+        until = parsedate_to_datetime(lower.get("retry-after", ""))
+    except ValueError:
+        return None
+    return max(0.0, (until - datetime.datetime.now(datetime.timezone.utc)).total_seconds())
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream, ended by LF, CR or CRLF and by nothing else: U+2028 is legal inside JSON strings."""
+    line, half = bytearray(), False
+    for chunk in chunks:
+        pieces = re.split(rb"\r\n|\n|\r", chunk[1:] if half and chunk.startswith(b"\n") else chunk)
+        half = chunk.endswith(b"\r")
+        line += pieces[0]
+        if len(line) > MOST_LINE:
+            raise ModelError(ErrorKind.JSON, f"a line of more than {human_bytes(MOST_LINE)}")
+        for piece in pieces[1:]:
+            yield bytes(line)
+            line = bytearray(piece)
+    if line:
+        yield bytes(line)
+
+
+def read_records(chunks: Iterable[bytes]) -> Iterator[JSON]:
+    """The JSON values of a body, be it SSE, NDJSON or one JSON text: the bytes decide, not the header.
+
+    A `[DONE]` comes as the value DONE and ends the stream; an `error` event comes as {"error": …}.
+    Raises ModelError (json) for a body in which nothing can be read."""
+    data, event, loose, found = [], b"", [], False
+    for n, line in enumerate(itertools.chain(split_lines(chunks), (b"",))):
+        line = line.removeprefix(b"\xef\xbb\xbf") if n == 0 else line
+        name, colon, value = line.partition(b":")
+        if line.strip() and name.strip() not in SSE_FIELDS:
+            loose.append(line)
+            value, data = (line, []) if not data else (b"", data)
+        elif name == b"event":
+            event = value.strip()
+            continue
+        elif name == b"data" and colon:
+            data.append(value.removeprefix(b" "))
+            value = b"\n".join(data)
+        elif name == b"error" and colon:
+            event = b"error"
+        elif line.strip():
+            continue
+        if value.strip().lower() == b"[done]":
+            yield DONE
+            return
+        record = parsed(value)
+        if record is not MISSING:
+            found, data, loose = True, [], []
+            yield {"error": record} if event == b"error" and not (
+                isinstance(record, dict) and record.get("error")) else record
+        if not line.strip():
+            data, event = [], b""
+    if loose and parsed(b"\n".join(loose)) is not MISSING:
+        yield parsed(b"\n".join(loose))
+    elif not found:
+        raise ModelError(ErrorKind.JSON, f"no reply can be read in: {one_line(b' '.join(loose).decode('utf-8', 'replace'), 120)}")
+
+
+def parsed(text: bytes) -> JSON:
+    """The JSON value that the text is, MISSING where it is none. Objects with a repeated key are marked."""
+    if text.lstrip()[:1] not in (b"{", b"[", b"n"):
+        return MISSING
+    try:
+        return json.loads(text.decode("utf-8", "replace"), strict=False, object_pairs_hook=marked_object)
+    except (ValueError, RecursionError):
+        return MISSING
+
+
+class Repeated(dict):
+    """An object that had a key twice: as arguments it is refused, since two readers would read two things."""
+
+
+def marked_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else Repeated(found)
+
+
+class Place(StrEnum):
+    BODY = "body"
+    CHUNK = "chunk"
+
+
+def error_in(record: JSON, place: Place) -> str:
+    """The error that a record is, as text; "" where it is none. `error: null` is none."""
+    if isinstance(record, list):
+        return next((text for text in (error_in(item, place) for item in record) if text), "")
+    if not isinstance(record, dict):
+        return ""
+    told = record.get("error")
+    if told:
+        inner = told.get("message") or told.get("error") if isinstance(told, dict) else told
+        words = inner if isinstance(inner, str) else compact(told)
+        kind = told.get("code") or told.get("type") if isinstance(told, dict) else record.get("error_type")
+        return f"{words} ({kind})" if kind and str(kind) not in words else words
+    if record.get("object") == "error" or record.get("type") == "error" or record.get("error_message"):
+        return str(record.get("message") or record.get("error_message") or compact(record))
+    if place is Place.BODY and "choices" not in record and "message" in record and "role" not in record:
+        message = record["message"]
+        return "" if isinstance(message, dict) and "content" in message else str(message)
+    detail = record.get("detail")
+    return (detail if isinstance(detail, str) else compact(detail)) if detail else ""
+
+
+class Slot:
+    """One call as its fragments arrive."""
+
+    def __init__(self) -> None:
+        self.id, self.name, self.text, self.value, self.extra = "", "", "", None, None
+
+
+class Assembler:
+    """Collects the records of a body into one reply: Ollama's objects, OpenAI's chunks and messages alike."""
+
+    def __init__(self, on_delta: Callable[[str, str], None]):
+        self.on_delta, self.texts, self.thoughts, self.slots = on_delta, [], [], []
+        self.by_index: dict[int, Slot] = {}
+        self.usage, self.finish, self.echo, self.complete, self.seen = Usage(), "", {}, False, False
+
+    def feed(self, record: JSON) -> None:
+        """Takes one record. Raises ModelError for an error inside it."""
+        if record is DONE:
+            self.complete = True
+            return
+        told = error_in(record, Place.CHUNK)
+        if told:
+            status = record.get("error", {}).get("code") if isinstance(record, dict) and isinstance(record.get("error"), dict) else None
+            raise ModelError(ErrorKind.MODEL_ERROR, one_line(told, 400), status if type(status) is int else None, told)
+        if not isinstance(record, dict):
+            raise ModelError(ErrorKind.SCHEMA, f"not a completion: {kind_name(record)}")
+        self.read_usage(record)
+        choices = record.get("choices")
+        if isinstance(choices, list):
+            for choice in choices:
+                if isinstance(choice, dict) and choice.get("index") in (0, None):
+                    self.seen = True
+                    self.feed_choice(choice)
+        elif isinstance(record.get("message"), dict) or isinstance(record.get("response"), str):
+            self.seen = True
+            self.feed_message(record.get("message") or {"content": record["response"],
+                                                        "thinking": record.get("thinking")}, Part.WHOLE)
+        if record.get("done") is True or isinstance(record.get("done_reason"), str) and record["done_reason"]:
+            self.complete, self.seen, self.finish = True, True, str(record.get("done_reason") or "stop")
+
+    def feed_choice(self, choice: Mapping[str, JSON]) -> None:
+        whole = isinstance(choice.get("message"), dict) and not isinstance(choice.get("delta"), dict)
+        message = choice["message"] if whole else choice.get("delta")
+        if isinstance(message, dict):
+            self.feed_message(message, Part.WHOLE if whole else Part.DELTA)
+        elif isinstance(choice.get("text"), str):
+            self.feed_message({"content": choice["text"]}, Part.DELTA)
+        reason = choice.get("finish_reason")
+        if isinstance(reason, str) and reason:
+            self.finish, self.complete = reason, True
+        if self.finish == "error" or "MALFORMED_FUNCTION_CALL" in self.finish:
+            raise ModelError(ErrorKind.MODEL_ERROR, f"the server ended its reply with {self.finish!r}")
+        if self.finish == "content_filter":
+            raise ModelError(ErrorKind.MODEL_ERROR, "a content filter ended the reply", code=ExitCode.UNUSABLE)
+        self.complete = self.complete or whole
+
+    def feed_message(self, message: Mapping[str, JSON], part: Part) -> None:
+        content = message.get("content")
+        for kind, text in content_parts(content):
+            self.add(kind, text)
+        if isinstance(message.get("refusal"), str):
+            self.add("text", message["refusal"])
+        for key in THINKING_KEYS:
+            if isinstance(message.get(key), str):
+                self.add("thinking", message[key])
+                if key in ECHOED_KEYS:
+                    self.echo[key] = self.echo.get(key, "") + message[key]
+                break
+        if isinstance(message.get("reasoning_details"), list):
+            self.echo["reasoning_details"] = self.echo.get("reasoning_details", []) + message["reasoning_details"]
+        calls = message.get("tool_calls")
+        if isinstance(message.get("function_call"), dict):
+            calls = [{"index": 0, "function": message["function_call"]}]
+        for item in [calls] if isinstance(calls, dict) else calls if isinstance(calls, list) else ():
+            self.feed_call(item if isinstance(item, dict) else {}, part)
+
+    def add(self, kind: str, text: str) -> None:
+        if text:
+            (self.texts if kind == "text" else self.thoughts).append(text)
+            self.on_delta(kind, text)
+
+    def feed_call(self, item: Mapping[str, JSON], part: Part) -> None:
+        """Adds one call, or a fragment of one: by index; a new id opens a new call even at the same index; without
+        an index by id, else it goes on with the last call."""
+        told = item.get("function") if isinstance(item.get("function"), dict) else item
+        slot, given = self.slot_of(item, told, part), told.get("arguments", told.get("parameters"))
+        if isinstance(item.get("id"), str):
+            slot.id = slot.id or item["id"]
+        if isinstance(item.get("extra_content"), dict):
+            slot.extra = {"extra_content": item["extra_content"]}
+        name = told.get("name")
+        if isinstance(name, str) and name != slot.name:
+            slot.name += name
+        if isinstance(given, str):
+            slot.text += given
+        elif given is not None:
+            slot.value = given
+
+    def slot_of(self, item: Mapping[str, JSON], told: Mapping[str, JSON], part: Part) -> Slot:
+        index, wire_id = item.get("index"), item.get("id") if isinstance(item.get("id"), str) else ""
+        slot = None
+        if part is Part.DELTA and type(index) is int:
+            slot = self.by_index.get(index)
+            if slot and not wire_id and told.get("name") and slot.name and is_whole(slot):
+                slot = None
+        elif part is Part.DELTA and wire_id:
+            slot = next((slot for slot in self.slots if slot.id == wire_id), None)
+        elif part is Part.DELTA and self.slots and not (told.get("name") and is_whole(self.slots[-1])):
+            slot = self.slots[-1]
+        if slot is None or (wire_id and slot.id and wire_id != slot.id):
+            slot = Slot()
+            self.slots.append(slot)
+            if type(index) is int:
+                self.by_index[index] = slot
+        return slot
+
+    def read_usage(self, record: Mapping[str, JSON]) -> None:
+        told = record.get("usage") if isinstance(record.get("usage"), dict) else record
+        count = lambda *names: next((told[name] for name in names if type(told.get(name)) is int), None)
+        prompt, completion = count("prompt_tokens", "prompt_eval_count"), count("completion_tokens", "eval_count")
+        self.usage = Usage(self.usage.prompt if prompt is None else prompt,
+                           self.usage.completion if completion is None else completion)
+
+    def reply(self, tools: Sequence[ToolSpec]) -> Reply:
+        """The reply. Raises ModelError when it never came to its end, or is no completion at all."""
+        if not self.seen:
+            raise ModelError(ErrorKind.SCHEMA, "the body is no completion")
+        if not self.complete:
+            raise ModelError(ErrorKind.NETWORK, "the reply ended before its end was said")
+        text, inline = without_thinking("".join(self.texts))
+        calls = tuple(call for slot in self.slots for call in finished_calls(slot, tools, self.finish))
+        return Reply(text, calls, self.usage, self.finish, "".join(self.thoughts) + inline, self.echo or None)
+
+
+class Part(StrEnum):
+    """Whether a message is complete in itself or a fragment: complete calls are never merged."""
+
+    WHOLE = "whole"
+    DELTA = "delta"
+
+
+def is_whole(slot: Slot) -> bool:
+    """Whether a call's arguments are already a complete object."""
+    return slot.value is not None or isinstance(parsed(slot.text.encode("utf-8", "surrogatepass")), dict)
+
+
+def content_parts(content: JSON) -> list[tuple[str, str]]:
+    """A message's content as (kind, text): a string, or a list of parts (Mistral, with thinking among them)."""
+    if isinstance(content, str):
+        return [("text", content)]
+    found = []
+    for item in content if isinstance(content, list) else ():
+        if isinstance(item, str):
+            found.append(("text", item))
+        elif isinstance(item, dict):
+            thinking = item.get("thinking")
+            if thinking is not None:
+                inner = thinking if isinstance(thinking, list) else [{"text": thinking}]
+                found += [("thinking", part["text"]) for part in inner if isinstance(part, dict) and
+                          isinstance(part.get("text"), str)]
+            elif isinstance(item.get("text"), str):
+                found.append(("text", item["text"]))
+    return found
+
+
+def without_thinking(text: str) -> tuple[str, str]:
+    """The text and the `<think>…</think>` that some servers leave in it, sometimes without its opening."""
+    before, closing, after = text.partition("</think>")
+    if closing and "<think>" not in before:
+        return after.lstrip("\n"), before
+    thoughts = re.findall(r"<think>(.*?)(?:</think>|$)", text, re.DOTALL)
+    return re.sub(r"<think>.*?(?:</think>\s*|$)", "", text, flags=re.DOTALL), "".join(thoughts)
+
+
+def finished_calls(slot: Slot, tools: Sequence[ToolSpec], finish: str) -> Iterator[ToolCall]:
+    """The call of a slot, or two where two complete objects came in a row."""
+    known = {spec.name: spec for spec in tools}
+    call = ToolCall("", known_name(slot.name, known), wire_id=slot.id, extra=slot.extra)
+    given = slot.value if slot.value is not None else slot.text
+    for text in two_objects(given):
+        read = read_arguments(call, text)
+        spec = known.get(read.name)
+        if spec and isinstance(read.arguments, dict):
+            arguments = coerced(spec.parameters, read.arguments)
+            read = replace(read, arguments=arguments, repaired=read.repaired or arguments != read.arguments)
+        yield read
+        call = replace(call, wire_id="")
+
+
+def two_objects(given: JSON) -> list[JSON]:
+    """The argument texts in one slot: some servers run two calls together."""
+    if not isinstance(given, str) or "}" not in given:
+        return [given]
+    try:
+        first, end = json.JSONDecoder().raw_decode(given.lstrip())
+        rest = given.lstrip()[end:].lstrip()
+        second = json.loads(rest) if rest.startswith("{") else None
+    except ValueError:
+        return [given]
+    return [json.dumps(first), json.dumps(second)] if isinstance(second, dict) and second != first else [given]
+
+
+def known_name(name: str, known: Mapping[str, ToolSpec]) -> str:
+    """The name, cleaned of what harmony models put around it where that makes it a known one."""
+    cleaned = re.sub(r"<\|.*", "", name).strip().removeprefix("functions.")
+    return name if name in known or cleaned not in known else cleaned
+
+
+def read_arguments(call: ToolCall, given: JSON) -> ToolCall:
+    """The call with its arguments read; broken ones stay in `raw`, with the reason in `problem`."""
+    if given is None or isinstance(given, str) and given.strip() in ("", "null"):
+        return replace(call, arguments={})
+    raw = given if isinstance(given, str) else compact(given)
+    try:
+        value, repaired = (strict_json(given), False) if isinstance(given, str) else (given, False)
+    except ToolError as error:
+        value, repaired = repaired_json(given), True
+        if value is MISSING:
+            return replace(call, raw=raw, problem=error.what)
+    if isinstance(value, str):
+        return read_arguments(call, value) if value != given else replace(call, raw=raw, problem="not an object")
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0]
+    if not isinstance(value, dict):
+        return replace(call, raw=raw, problem=f"an object is needed, not {kind_name(value)}")
+    try:
+        check_value(value)
+        check_repeated(value)
+    except ToolError as error:
+        return replace(call, raw=raw, problem=error.what)
+    return replace(call, arguments=value, repaired=repaired)
+
+
+def check_repeated(value: JSON) -> None:
+    if isinstance(value, Repeated):
+        raise ToolError("a key stands in it twice", "arguments")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_repeated(item)
+
+
+def repaired_json(text: str) -> JSON:
+    """The value that a slightly broken text must mean; MISSING where that is not certain.
+
+    A missing quote or brace is never added: it cannot be told from a text that was cut, and a cut command is worse
+    than one more turn. A repeated key, NaN or a bad escape is not repaired either."""
+    for repair in REPAIRS:
+        try:
+            return strict_json(repair(text))
+        except (ToolError, ValueError, SyntaxError):
+            continue
+    return MISSING
+
+
+def unfenced(text: str) -> str:
+    """The inside of a code fence, or what follows the word json."""
+    found = re.fullmatch(r"\s*(?:```(?:json)?\s*(.*?)\s*```|json\s*(\{.*))\s*", text, re.DOTALL)
+    if not found:
+        raise ValueError("no fence")
+    return found[1] or found[2]
+
+
+def first_object(text: str) -> str:
+    """A complete object without the junk that follows it, which holds no further object."""
+    value, end = json.JSONDecoder(object_pairs_hook=marked_object).raw_decode(text.lstrip())
+    rest = text.lstrip()[end:]
+    if not isinstance(value, dict) or isinstance(value, Repeated) or re.search(r"[{\[\"]", rest):
+        raise ValueError("more than junk")
+    return text.lstrip()[:end]
+
+
+def without_comma(text: str) -> str:
+    return re.sub(r",(\s*[}\]]\s*)$", r"\1", text)
+
+
+def python_literal(text: str) -> str:
+    import ast
+    return json.dumps(ast.literal_eval(text.strip()))
+
+
+def escaped_controls(text: str) -> str:
+    """Raw control characters inside strings, as the escapes that they should have been."""
+    return json.dumps(json.loads(text, strict=False, object_pairs_hook=refused_repeat))
+
+
+def refused_repeat(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a repeated key")
+    return found
+
+
+def coerced(schema: JSON, arguments: JSON) -> JSON:
+    """The arguments with wrong types mended where nothing is lost: "3" to 3, '["a"]' to ["a"], 3.0 stays.
+
+    A parameter of type string is never decoded."""
+    told = schema.get("properties", {}) if isinstance(schema, dict) else {}
+    return {name: coerced_value(told.get(name), value) for name, value in arguments.items()}
+
+
+def coerced_value(told: JSON, value: JSON) -> JSON:
+    wanted = told.get("type") if isinstance(told, dict) else None
+    types = COERCIONS.get(wanted) if isinstance(wanted, str) else None
+    if not types or not isinstance(value, str):
+        return value
+    try:
+        read = strict_json(value.strip())
+    except ToolError:
+        return value
+    return read if type(read) in types else value
+
+
+DONE = object()
+SSE_FIELDS = (b"", b"data", b"event", b"id", b"retry", b"error")
+THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+ECHOED_KEYS = ("reasoning_content",)  # DeepSeek refuses a history without it
+MOST_LINE = 64_000_000  # bytes
+REPAIRS = (unfenced, first_object, escaped_controls, without_comma, python_literal)
+COERCIONS = {"integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,)}
 
 
 @dataclass(frozen=True)
