@@ -35,6 +35,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import os
 import queue
 import re
@@ -56,8 +57,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import Enum, IntEnum, StrEnum
-from itertools import takewhile
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 __version__ = "0.1.0"
 
@@ -258,6 +258,10 @@ class ModelError(AgentLoopError):
         self.kind, self.status, self.body, self.retry_after = kind, status, body, retry_after
 
 
+class NoToolSupport(ModelError):
+    """The server says that it, or the model, cannot call tools."""
+
+
 class ToolError(AgentLoopError):
     """A call that cannot be carried out: a message for the model, never the end of the run."""
 
@@ -343,7 +347,8 @@ def strict_json(text: str, where: str = "arguments") -> object:
         raise ToolError(f"more than {MAX_BYTES} bytes", where)
     _check_depth(text, where)
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_float=_float, parse_int=_integer, parse_constant=_refuse)
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_float=_float, parse_int=_integer, parse_constant=_refuse)
     except ValueError as error:  # json.JSONDecodeError is one
         raise ToolError(f"not JSON as it is accepted here: {error}", where) from None
     check_value(value, where)
@@ -371,7 +376,7 @@ def check_value(value: object, where: str = "arguments", depth: int = 1) -> None
 
 
 def is_integer(value: object) -> bool:
-    """Whether the value is an integer as approvals.md 8 means it: no `true`, no `5.0`. For a JSON Schema's type check."""
+    """Whether the value is an integer as approvals.md 8 means it, no `true`, no `5.0`: for a schema's type check."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -1102,7 +1107,7 @@ def nearest(grants: Iterable[Grant], call: Canonical) -> tuple[Grant, str] | Non
     """On a denial: the grant for this tool that is like the call the longest, and why it does not cover it."""
     def alike(grant: Grant) -> int:
         pairs = zip(grant.text, f"{call.tool}:{_as_text(call)}")
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     others = [grant for grant in grants if grant.tool == call.tool and not allows(grant, call)]
     return ((best := max(others, key=alike)), best.pattern.rule) if others else None
 
@@ -1207,7 +1212,7 @@ class Glob:
     @property
     def head(self) -> str:
         """The literal text in front of the first star."""
-        return "".join(takewhile(lambda piece: isinstance(piece, str), self.pieces))
+        return "".join(itertools.takewhile(lambda piece: isinstance(piece, str), self.pieces))
 
     @property
     def literal(self) -> str | None:
@@ -1227,18 +1232,19 @@ def match_glob(glob: Glob, text: str) -> bool:
     on whole integers. Bytes do as well as characters: in UTF-8 no character begins inside another.
     """
     data = text.encode("utf-8", "surrogatepass")
-    needed = b"/" + "".join(piece for piece in glob.pieces if isinstance(piece, str)).encode("utf-8", "surrogatepass")
-    places = {byte: int(b"0" + data[::-1].translate(b"0" * byte + b"1" + b"0" * (255 - byte)), 2) for byte in set(needed)}
+    literal = "".join(piece for piece in glob.pieces if isinstance(piece, str)).encode("utf-8", "surrogatepass")
+    where = {byte: b"0" * byte + b"1" + b"0" * (255 - byte) for byte in (*literal, ord("/"))}
+    where = {byte: int(b"0" + data[::-1].translate(marks), 2) for byte, marks in where.items()}
     everywhere, reached = (2 << len(data)) - 1, 1
     for piece in glob.pieces:
         if piece is Star.DEEP:  # every position from the lowest on
             reached = everywhere ^ ((reached & -reached) - 1) if reached else 0
         elif piece is Star.ONE:  # an addition's carry runs on from each position, up to the next slash
-            inside = (everywhere >> 1) ^ places[ord("/")]
+            inside = (everywhere >> 1) ^ where[ord("/")]
             reached |= ((reached & inside) + inside) ^ inside
         else:
             for byte in piece.encode("utf-8", "surrogatepass"):
-                reached = (reached & places[byte]) << 1
+                reached = (reached & where[byte]) << 1
     return bool(reached >> len(data))
 
 
@@ -1262,8 +1268,8 @@ class WordPattern:
         given = [glob.literal for glob in globs[:-1]] + [None if tail else globs[-1].literal]
         if given[0] is None:
             raise ToolError("the command's name has a wildcard", "pattern", "name it, or grant the whole tool")
-        before = given[1:given.index(None)] if None in given else ["fixed"]
-        if given[0].rpartition("/")[2] in RUNNERS and all(word.startswith("-") for word in before):
+        before = given[1:given.index(None)] if None in given else []
+        if None in given and given[0].rpartition("/")[2] in RUNNERS and all(word.startswith("-") for word in before):
             raise ToolError(f"{given[0]} runs what the wildcard takes", "pattern", "name what it shall run")
         return cls(globs[:-1] if tail else globs, tail)
 
@@ -1299,7 +1305,7 @@ class PathPattern:
         if ".." in given:
             raise ToolError("a '..' segment", "pattern", "write the path that is meant")
         # Only the operator's text has wildcards: a star in the name of the working directory is a star.
-        fixed = list(takewhile(lambda segment: "*" not in segment, given))
+        fixed = list(itertools.takewhile(lambda segment: "*" not in segment, given))
         head = [Glob((segment,)) for segment in places.resolve("/".join([base, *fixed]) or "/").split("/") if segment]
         return cls((*head, *(Star.DEEP if segment == "**" else _plain(segment) for segment in given[len(fixed):])))
 
@@ -1363,7 +1369,7 @@ def parse_url(text: str) -> Url:
         raise ToolError("not http(s)://HOST[:PORT][/PATH][?QUERY] in URL characters", where, "no user-info, no blanks")
     scheme, host, port, path, query = url.groups()
     if re.search(r"/\.\.?(?:[/;]|$)|%(?:2e|2f|5c|00)", path or "", re.IGNORECASE):
-        raise ToolError("a '.' or '..' segment, or an encoded dot, slash or NUL", where, "write the path that is meant")
+        raise ToolError("a '.' or '..' segment, or an encoded dot, slash or NUL", where, "write the path meant")
     try:
         if host.startswith("["):
             host = f"[{IPv6Address(host[1:-1])}]"
@@ -1983,9 +1989,10 @@ class Shell:
     cut = CutFrom.MIDDLE_KEEP_TAIL
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
-        if not arguments["command"].strip(" \t\n"):
+        command = stripped(arguments["command"])
+        if not command:
             raise ToolError("the command is empty")
-        return Canonical(name, self.form, arguments["command"])
+        return Canonical(name, self.form, command)
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         return run_program((*self.prefix, "/bin/sh", "-c", executed_command(canonical)), context)
@@ -2150,25 +2157,25 @@ def tool_environment(environ: Mapping[str, str], passed: Iterable[str], key: str
             "LC_ALL": "C.UTF-8", "AGENTLOOP_CALL_KEY": key}
 
 
-MAX_TEXT, MAX_DEPTH, MAX_BITS = 500, 50, 4096
+EXPRESSION_LENGTH, EXPRESSION_DEPTH, EXPRESSION_BITS = 500, 50, 4096
 _NUMBER = r"0[xX][0-9a-fA-F]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _TOKEN = re.compile(rf" *(?:(?P<number>{_NUMBER})|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<sign>\*\*|//|[-+*/%(),]))")
 
 
 def calculate(expression: str) -> str:
     """The value of the expression as text, or ToolError. No step costs more than its limits allow."""
-    if not expression.isascii() or len(expression) > MAX_TEXT:
-        raise ToolError(f"not ASCII, or more than {MAX_TEXT} characters", "expression")
+    if not expression.isascii() or len(expression) > EXPRESSION_LENGTH:
+        raise ToolError(f"not ASCII, or more than {EXPRESSION_LENGTH} characters", "expression")
     tokens, at, text = [], 0, expression.strip(" \t\n")
     while at < len(text):
         token = _TOKEN.match(text, at)
         if token is None:
-            raise ToolError(f"{text[at:at + 10]!r} is no part of one", "expression", "numbers, + - * / // % **, ( ) and functions")
+            raise ToolError(f"{text[at:at + 10]!r} is no part of one", "expression", "use numbers, operators, functions")
         tokens.append((token.lastgroup, token[token.lastgroup]))
         at = token.end()
     reader = _Reader([*tokens, ("end", "")])
     try:
-        value = reader.sum(0)
+        value = reader.chain(0)
         reader.expect("")
     except (ArithmeticError, ValueError, TypeError) as error:
         raise ToolError(str(error), "expression") from None
@@ -2176,7 +2183,7 @@ def calculate(expression: str) -> str:
 
 
 class _Reader:
-    """Reads tokens by recursive descent, one method a level of precedence, and computes as it goes."""
+    """Reads tokens by recursive descent and computes as it goes."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self.tokens = tokens[::-1]
@@ -2190,21 +2197,18 @@ class _Reader:
         if self.tokens[-1][0] not in ("sign", "end") or self.take(sign) is None:
             raise ValueError(f"{self.tokens[-1][1] or 'the end'!r} where {sign or 'the end'!r} should be")
 
-    def sum(self, depth: int) -> float:
-        value = self.product(depth)
-        while sign := self.take("+", "-"):
-            value = _checked(value + self.product(depth) if sign == "+" else value - self.product(depth))
-        return value
-
-    def product(self, depth: int) -> float:
-        value = self.signed(depth)
-        while sign := self.take("*", "/", "//", "%"):
-            value = _checked(_PRODUCTS[sign](value, self.signed(depth)))
+    def chain(self, depth: int, level: int = 0) -> float:
+        """Operands and operators of one level of precedence, from left to right."""
+        if level == len(LEVELS):
+            return self.signed(depth)
+        value = self.chain(depth, level + 1)
+        while sign := self.take(*LEVELS[level]):
+            value = _checked(LEVELS[level][sign](value, self.chain(depth, level + 1)))
         return value
 
     def signed(self, depth: int) -> float:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"more than {MAX_DEPTH} levels")
+        if depth > EXPRESSION_DEPTH:
+            raise ValueError(f"more than {EXPRESSION_DEPTH} levels")
         if sign := self.take("+", "-"):
             value = self.signed(depth + 1)
             return -value if sign == "-" else value
@@ -2217,7 +2221,7 @@ class _Reader:
             number = int(text, 16) if text[:2] in ("0x", "0X") else int(text) if text.isdigit() else float(text)
             return _checked(number)
         if text == "(":
-            value = self.sum(depth + 1)
+            value = self.chain(depth + 1)
             self.expect(")")
             return value
         if kind == "name" and text in CONSTANTS:
@@ -2226,29 +2230,28 @@ class _Reader:
             return _checked(FUNCTIONS[text](*self.arguments(depth)))
         raise ValueError(f"{text or 'the end'!r} where a value should be")
 
-    def arguments(self, depth: int) -> list[float]:
+    def arguments(self, depth: int) -> Iterator[float]:
         self.expect("(")
-        values = [self.sum(depth + 1)]
+        yield self.chain(depth + 1)
         while self.take(","):
-            values.append(self.sum(depth + 1))
+            yield self.chain(depth + 1)
         self.expect(")")
-        return values
 
 
 def _checked(value: float) -> float:
     """The value, if it is a finite real number of a bearable size."""
     if isinstance(value, complex) or isinstance(value, float) and not math.isfinite(value):
         raise ValueError("the result is no finite real number")
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise ValueError(f"the result has more than {MAX_BITS} bits")
+    if isinstance(value, int) and value.bit_length() > EXPRESSION_BITS:
+        raise ValueError(f"the result has more than {EXPRESSION_BITS} bits")
     return value
 
 
 def _power(base: float, exponent: float) -> float:
     """base ** exponent, its size known before it is computed."""
     if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1:
-        if exponent > MAX_BITS or exponent * math.log2(abs(base)) > MAX_BITS:
-            raise ValueError(f"the power has more than {MAX_BITS} bits")
+        if exponent > EXPRESSION_BITS or exponent * math.log2(abs(base)) > EXPRESSION_BITS:
+            raise ValueError(f"the power has more than {EXPRESSION_BITS} bits")
     return _checked(base ** exponent)
 
 
@@ -2264,7 +2267,10 @@ def _round(number: float, digits: float = 0) -> float:
     return round(number, digits) if digits else round(number)
 
 
-_PRODUCTS = {"*": lambda a, b: a * b, "/": lambda a, b: a / b, "//": lambda a, b: a // b, "%": lambda a, b: a % b}
+LEVELS = (
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv, "%": operator.mod},
+)
 CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau}
 FUNCTIONS = {
     "abs": abs, "min": lambda *values: min(values), "max": lambda *values: max(values), "round": _round,
@@ -2829,7 +2835,7 @@ class Native:
                        Offer.FREE, state.limits.reply_tokens)
 
     def read(self, reply: Reply, registry: Registry) -> Reply:
-        return reply
+        return recover_text_calls(reply, registry.specs)
 
 
 class Constrained:
@@ -2857,8 +2863,9 @@ class Constrained:
             case {"no_tool": True}:
                 return replace(reply, no_tool=True)
             case {"answer": str(answer), **rest}:
-                quotes = tuple(quote for quote in rest.get("evidence", ()) if isinstance(quote, str))
-                return replace(reply, text=answer, evidence=quotes)
+                given = rest.get("evidence")
+                quotes = given if isinstance(given, list) else [given]
+                return replace(reply, text=answer, evidence=tuple(quote for quote in quotes if isinstance(quote, str)))
             case _:
                 return replace(reply, text=reply.said, problem=NOT_JSON)
 
@@ -2911,11 +2918,11 @@ def call_branch(spec: ToolSpec) -> JSON:
 
 
 def answer_branch(lines: Sequence[str]) -> JSON:
-    """The answer, and before it the lines that show it, chosen among the real ones."""
+    """The answer, and before it the line that shows it, chosen among the real ones."""
     answer = {"answer": {"type": "string", "minLength": 1}}
     if not lines:
         return closed(answer)
-    return closed({"evidence": {"type": "array", "items": {"enum": list(lines)}, "minItems": 1, "maxItems": 3}, **answer})
+    return closed({"evidence": {"enum": list(lines)}, **answer})
 
 
 def closed(properties: JSON) -> JSON:
@@ -3489,6 +3496,90 @@ REPAIRS = (unfenced, first_object, escaped_controls, without_comma, python_liter
 COERCIONS = {"integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,)}
 
 
+# ── Calls that a model printed as text ──
+
+
+def recover_text_calls(reply: Reply, tools: Sequence[ToolSpec]) -> Reply:
+    """The reply with the calls that stand in its text: only where no structured call came, only for known tools,
+    and only when the arguments of every one are valid. Else it stays what it was, a text."""
+    known = {spec.name: spec for spec in tools}
+    for pattern, read in TEXT_FORMS if not reply.calls and reply.text else ():
+        found = list(re.finditer(pattern, reply.text, re.DOTALL))
+        calls = [call for match in found for call in text_calls(read, match, known)]
+        if calls and all(valid_text_call(call, known) for call in calls):
+            rest = re.sub(r"</?tool_call>", "", re.sub(pattern, "", reply.text, flags=re.DOTALL)).strip()
+            return replace(reply, text=rest, calls=tuple(calls))
+    return reply
+
+
+def text_calls(read: Callable[[re.Match[str]], list[tuple[str, JSON]]], match: re.Match[str],
+               known: Mapping[str, ToolSpec]) -> Iterator[ToolCall]:
+    """The calls of one match; one that cannot be read is a call without a name."""
+    try:
+        pairs = read(match)
+    except (ValueError, SyntaxError, ToolError, KeyError, TypeError, AttributeError):
+        pairs = [("", None)]
+    for name, arguments in pairs:
+        call = read_arguments(ToolCall("", known_name(name, known), via=Via.TEXT), arguments)
+        spec = known.get(call.name)
+        yield replace(call, arguments=coerced(spec.parameters, call.arguments)) if spec and call.arguments else call
+
+
+def valid_text_call(call: ToolCall, known: Mapping[str, ToolSpec]) -> bool:
+    spec = known.get(call.name)
+    return spec is not None and call.arguments is not None and argument_problem(spec.parameters, call.arguments) is None
+
+
+def json_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
+    """{"name", "arguments" or "parameters"}, also within "function", one or a list of them."""
+    value = strict_json(match[1])
+    items = [item.get("function", item) if isinstance(item.get("function", item), dict) else item
+             for item in (value if isinstance(value, list) else [value])]
+    return [(item["name"], item["arguments"] if "arguments" in item else item["parameters"]) for item in items]
+
+
+def named_call(match: re.Match[str]) -> list[tuple[str, JSON]]:
+    """A name, then its arguments as JSON."""
+    return [(match[1], match[2])]
+
+
+def tagged_call(match: re.Match[str]) -> list[tuple[str, JSON]]:
+    """A name, then JSON, or a tag for each parameter whose value is plain text."""
+    if match[2].startswith("{"):
+        return [(match[1], match[2])]
+    pairs = re.findall(r"<(?:parameter=|｜DSML｜parameter name=\")([\w.-]+)\"?[^>]*>\n?(.*?)\n?</", match[2], re.DOTALL)
+    return [(match[1], dict(pairs))]
+
+
+def python_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
+    """`f(a=1)`, a list of such, or one printed: literals only, nothing is evaluated."""
+    import ast
+    tree = ast.parse(match[1].strip(), mode="eval").body
+    nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+    if isinstance(nodes[0], ast.Call) and getattr(nodes[0].func, "id", "") == "print":
+        nodes = nodes[0].args
+    if any(not isinstance(node, ast.Call) or node.args for node in nodes):
+        raise ValueError("not calls with named arguments")
+    return [(ast.unparse(node.func), {word.arg: ast.literal_eval(word.value) for word in node.keywords}) for node in nodes]
+
+
+TEXT_FORMS = (  # what, and how it is read; tried in this order
+    (r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)(?:\{.*\}$)?", json_calls),
+    (r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", tagged_call),
+    (r"\A\s*```(?:json)?\s*([\[{].*[\]}])\s*```\s*\Z", json_calls),
+    (r"\A\s*(\{.*\})\s*\Z", json_calls),
+    (r"<\|python_(?:tag|start)\|>\s*(\{.*?\})\s*(?:<\|[a-z_]+\|>|$)", json_calls),
+    (r"\[TOOL_CALLS\]\s*(\[.*\])\s*$", json_calls),
+    (r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[ARGS\])?\s*(\{.*\})", named_call),
+    (r"\[TOOL_REQUEST\]\s*(\{.*?\})\s*\[END_TOOL_REQUEST\]", json_calls),
+    (r"(?:<｜tool▁calls▁begin｜>)?(?:<｜tool▁call▁begin｜>)?\w*<｜tool▁sep｜>([\w.-]+)\s*```json\s*(\{.*?\})\s*```.*\Z", named_call),
+    (r"<｜DSML｜tool_calls>\s*<｜DSML｜invoke name=\"([^\"]+)\">(.*?)</｜DSML｜invoke>\s*</｜DSML｜tool_calls>", tagged_call),
+    (r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)", named_call),
+    (r"\A\s*```tool_code\s*(.*?)\s*```\s*\Z", python_calls),
+    (r"\A\s*(\[\s*[A-Za-z_][\w.-]*\(.*\)\s*\])\s*\Z", python_calls),
+)
+
+
 @dataclass(frozen=True)
 class ModelChoice:
     """Which model, where, and how to talk to it. `key` is a secret and is never shown."""
@@ -3639,11 +3730,11 @@ def retry_wait(error: ModelError, tries: int) -> float | None:
 
 
 def with_code(error: ModelError) -> ModelError:
-    """The error with the exit code that its status says."""
-    code = STATUS_CODES.get(error.status, error.code)
-    if any(word in error.body for word in OVERFLOW_WORDS):
-        code = ExitCode.CONTEXT
-    error.code = code
+    """The error with the exit code that its status and its words say."""
+    if any(word in error.body for word in NO_TOOLS_WORDS):
+        return NoToolSupport(error.kind, error.what, error.status, error.body)
+    overflow = any(word in error.body for word in OVERFLOW_WORDS)
+    error.code = ExitCode.CONTEXT if overflow else STATUS_CODES.get(error.status, error.code)
     return error
 
 
@@ -3732,7 +3823,8 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
     settings.model.path = path
     settings.n_ctx = choice.options.context or ASSUMED_WINDOW
     settings.n_parallel = 1
-    settings.cpuparams.n_threads = os.cpu_count() or 1
+    settings.cpuparams.n_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    settings.cpuparams.poll = 0  # threads that wait must sleep: spinning ones stall a machine that has other work
     settings.port = 0
     settings.hostnames = ["127.0.0.1"]
     settings.verbosity = -1
@@ -3919,12 +4011,13 @@ NO_TOOL_BRANCH = closed({"no_tool": {"const": True}})
 PROTOCOL = """Tools:
 {tools}
 
-Reply with one JSON object:
-{"call": {"tool": "…", "arguments": {…}}} to run a tool, one at a time;
-{"evidence": ["…"], "answer": "…"} when a result shows the answer: the lines that show it, then the answer in the \
-language of the task, with the numbers and names."""
-NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": […], "answer": "…"}.'
-UNGROUNDED = "The evidence must be lines of a result, to the letter. Give the answer again with such lines."
+Reply with JSON on one line: either run one tool,
+{"call":{"tool":"NAME","arguments":{}}}
+or, when a result shows what the task asks, copy the line that shows it and answer:
+{"evidence":"LINE","answer":"TEXT"}
+TEXT is one full sentence in the language of the task, with the exact numbers, names and units of the line."""
+NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": "LINE", "answer": "TEXT"}.'
+UNGROUNDED = "The evidence must be a line of a result, to the letter. Give the answer again with such a line."
 PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": open_script}
 URL_VARIABLES = {"ollama": "OLLAMA_HOST", "openai": "OPENAI_BASE_URL"}
 MODEL_LISTS = {"ollama": ("/api/tags", "models", "name"), "openai": ("/models", "data", "id")}
@@ -3937,6 +4030,7 @@ STATUS_CODES = {401: ExitCode.CREDENTIALS, 402: ExitCode.CREDENTIALS, 403: ExitC
 OVERFLOW_WORDS = ("exceed_context_size_error", "context_length_exceeded", "maximum context length",
                   "context length currently available", "input length exceeds", "n_keep",
                   "when context the overflows", "prompt is too long", "too many tokens")
+NO_TOOLS_WORDS = ("does not support tools", "--enable-auto-tool-choice", "--jinja", "tool parser")
 DELTAS = {"text": TextDelta, "thinking": ThinkingDelta}
 MOST_WAIT = 60.0  # seconds: a longer Retry-After is reported, not slept
 PROBE_WAIT = 2.0  # seconds
@@ -4134,12 +4228,20 @@ def model_phase(session: Session) -> Phase:
     state = session.state
     request = frame(state, session.parts.registry, offer_of(state, session.parts.registry))
     estimate = fitted_estimate(request, state, session.parts.model.window())
-    reply = session.parts.model.ask(request, session.notice)
+    try:
+        reply = session.parts.model.ask(request, session.notice)
+    except NoToolSupport as error:
+        if not may_move_on(state):
+            raise
+        session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, error.what))
+        return Phase.MODEL
     reply = PROTOCOLS[state.call_mode].read(reply, session.parts.registry)
     calls = tuple(replace(call, id=f"c{state.calls_made + n}") for n, call in enumerate(reply.calls, 1))
     session.emit(ModelReplied(
         state.turns + 1, reply.text, calls, reply.usage, reply.finish, digest(encode(request)), estimate,
         reply.thinking, reply.echo, reply.said, reply.evidence, reply.no_tool))
+    if any(call.via is Via.TEXT for call in calls) and may_move_on(state):
+        session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, "the model prints its calls as text"))
     told_off = complaint(session.state, reply)
     if told_off:
         session.emit(ModelTold(told_off))
@@ -4162,11 +4264,16 @@ def stop_where_spent(session: Session) -> None:
     if state.empty_replies > 1:
         raise RunEnded("the model gave an empty reply twice", code=ExitCode.UNUSABLE)
     if state.broken_batches >= MOST_BROKEN:
-        if state.started.call_mode is CallMode.AUTO and state.call_mode is CallMode.NATIVE:
+        if may_move_on(state):
             session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, "its calls could not be used"))
             return
         raise RunEnded(f"{MOST_BROKEN} replies in a row made calls that cannot be carried out",
                        code=ExitCode.UNUSABLE, mend="try --calls json, or another model")
+
+
+def may_move_on(state: State) -> bool:
+    """Whether another call mode is left to try: only `auto` moves, and only once."""
+    return state.started.call_mode is CallMode.AUTO and state.call_mode is CallMode.NATIVE
 
 
 def turn_limit(session: Session) -> RunEnded:
@@ -4936,7 +5043,7 @@ def command_line(outcome: list[ExitCode]) -> int:
 
 
 JOURNAL_VERSION = 1
-SYSTEM_PROMPT = "You are an administrator's assistant. You know nothing about this machine but what the tools say."
+SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
 DATA_CAP = 4_000_000  # bytes
 SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds
 
