@@ -102,6 +102,8 @@ class Decision(StrEnum):
 
 
 class DecidedBy(StrEnum):
+    """Who decided about a call."""
+
     GRANT = "grant"
     AUTO = "auto"
     PROMPT = "prompt"
@@ -110,6 +112,8 @@ class DecidedBy(StrEnum):
 
 
 class ToolStatus(StrEnum):
+    """How a call ended; `uncertain`: what it did is not known."""
+
     OK = "ok"
     FAILED = "failed"
     TIMEOUT = "timeout"
@@ -500,6 +504,8 @@ class Attachment:
 
 @dataclass(frozen=True)
 class SessionStarted:
+    """The first record: all that a session is made of, without secrets."""
+
     session: str
     version: str
     journal: int
@@ -560,6 +566,8 @@ class ModelTold:
 
 @dataclass(frozen=True)
 class CallDecided:
+    """What was decided about a call, before any call of its batch runs."""
+
     call: str
     decision: Decision
     by: DecidedBy
@@ -570,6 +578,8 @@ class CallDecided:
 
 @dataclass(frozen=True)
 class ToolStarted:
+    """Written before an effect. `key` is the same for every try of it."""
+
     call: str
     name: str
     key: str
@@ -586,6 +596,8 @@ class ToolSpawned:
 
 @dataclass(frozen=True)
 class ToolFinished:
+    """Written after an effect; `output` is what the model sees."""
+
     call: str
     name: str
     status: ToolStatus
@@ -596,6 +608,8 @@ class ToolFinished:
 
 @dataclass(frozen=True)
 class SessionResumed:
+    """Another process goes on with the session."""
+
     grants: tuple[str, ...] = ()
     limits: Limits = Limits()
     task: str = ""
@@ -604,6 +618,8 @@ class SessionResumed:
 
 @dataclass(frozen=True)
 class Denied:
+    """A call that was denied, and the narrowest grant for it; None where no grant can say it."""
+
     call: str
     name: str
     scope: str
@@ -621,6 +637,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Failure:
+    """What ended a session before its answer."""
+
     kind: str
     message: str
     status: int | None = None
@@ -628,6 +646,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class SessionFinished:
+    """The last event of a process, and the object of `-o json`."""
+
     outcome: str
     exit_code: int
     answer: str | None = None
@@ -644,27 +664,37 @@ class SessionFinished:
 
 @dataclass(frozen=True)
 class TextDelta:
+    """A piece of the reply, as it arrives."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class ThinkingDelta:
+    """A piece of the reasoning, as it arrives."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class ModelRetried:
+    """The model is asked again after a wait."""
+
     reason: str
     wait_s: float
 
 
 @dataclass(frozen=True)
 class ApprovalRequested:
+    """A person is asked about these calls."""
+
     calls: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Warned:
+    """Something that does not stop the run."""
+
     text: str
 
 
@@ -1559,6 +1589,8 @@ class Stop:
 
 
 class ProcessEnd(StrEnum):
+    """How a process came to its end."""
+
     EXITED = "exited"
     TIMED_OUT = "timed out"
     STOPPED = "stopped"
@@ -1706,6 +1738,12 @@ def start_time(pid: int) -> str:
             return file.read().rpartition(b")")[2].split()[19].decode()
     except OSError:
         return ""
+
+
+def end_orphan(group: int, started: str) -> None:
+    """Ends a process group that outlived the agentloop that started it, if it is still the same one."""
+    if started and start_time(group) == started:
+        signal_group(group, signal.SIGKILL)
 
 
 @functools.cache
@@ -1906,6 +1944,8 @@ TERM_GRACE = 0.5  # seconds between TERM and KILL
 
 
 class Approval(StrEnum):
+    """What a manifest says of who decides about a tool."""
+
     AUTO = "auto"  # the operator's own word for the whole tool
     ASK = "ask"
     ALWAYS = "always"  # asked each time, whatever is granted
@@ -2343,6 +2383,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class SandboxEntry:
+    """One [sandbox.NAME] table: an argv that is put in front."""
+
     argv: tuple[str, ...]
 
 
@@ -2657,6 +2699,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
+    """What a prompter says about one call."""
+
     decision: Decision
     by: DecidedBy = DecidedBy.PROMPT
     reason: str = ""
@@ -2672,6 +2716,8 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
     if call.arguments is None:
         return refusal(f"the arguments could not be read: {call.problem}. {usage_of(tool)}")
     arguments = with_defaults(tool.schema, call.arguments) if isinstance(call.arguments, dict) else call.arguments
+    if len(compact(arguments)) > MAX_BYTES:
+        return refusal(f"the arguments are longer than {human_bytes(MAX_BYTES)}")
     problem = argument_problem(tool.schema, arguments)
     if problem:
         return refusal(f"the arguments of {call.name} are not valid: {problem}. {usage_of(tool)}")
@@ -2997,12 +3043,16 @@ class ScriptModel:
 
 @dataclass(frozen=True)
 class ScriptCall:
+    """A call in a script."""
+
     name: str
     arguments: Any = field(default_factory=dict)  # text plays a broken one
 
 
 @dataclass(frozen=True)
 class ScriptLine:
+    """One line of a script."""
+
     text: str = ""
     calls: tuple[ScriptCall, ...] = ()
 
@@ -3151,6 +3201,8 @@ def marked_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
 
 
 class Place(StrEnum):
+    """Where an error may stand: in a whole body, or in a piece of a reply."""
+
     BODY = "body"
     CHUNK = "chunk"
 
@@ -3710,7 +3762,10 @@ class HttpModel:
         call = HttpRequest("POST", self.endpoint + self.wire.path, self.headers, options.query,
                            self.wire.body(self, request), options.connect_s, options.first_byte_s, options.idle_s,
                            options.ca_file)
-        show = lambda kind, text: notice(DELTAS[kind](text))
+        def show(kind: str, text: str) -> None:
+            if request.schema is None:  # else it is the protocol's JSON, of which a reader wants the answer alone
+                notice(DELTAS[kind](text))
+
         with self.http.request(call) as reply:
             return read_reply(reply.status, reply.headers, reply.chunks, request.tools, show)
 
@@ -4137,6 +4192,8 @@ def read_record(line: bytes, where: str) -> Event:
 
 
 class Phase(StrEnum):
+    """Where the machine stands."""
+
     MODEL = "model"
     APPROVE = "approve"
     TOOLS = "tools"
@@ -4245,6 +4302,8 @@ def model_phase(session: Session) -> Phase:
     told_off = complaint(session.state, reply)
     if told_off:
         session.emit(ModelTold(told_off))
+    elif reply.said and reply.text:
+        session.notice(TextDelta(reply.text))
     return resume_at(session.state)
 
 
@@ -4290,7 +4349,8 @@ def approve_phase(session: Session) -> Phase:
     stop_where_uncertain(session)
     calls = state.open_calls
     session.verdicts = {call.id: judge(call, session.parts.registry, session.grants, session.parts.places)
-                        for call in calls}
+                        if n < MOST_CALLS else refusal(f"at most {MOST_CALLS} calls a turn")
+                        for n, call in enumerate(state.batch) if call in calls}
     asked = [call.id for call in calls if session.verdicts[call.id].decision is Decision.ASK]
     answers = dict(zip(asked, ask_batch(session, asked)))
     for call in calls:
@@ -4476,6 +4536,7 @@ def evidence_of(state: State) -> tuple[Evidence, ...]:
     return tuple(found)
 
 
+MOST_CALLS = 64
 MOST_REPEATS = 5
 MOST_BROKEN = 3
 AT_ONCE = 16  # read-only calls that run at the same time
@@ -4489,6 +4550,8 @@ PHASES = {Phase.MODEL: model_phase, Phase.APPROVE: approve_phase, Phase.TOOLS: t
 
 
 class OutputFormat(StrEnum):
+    """What stdout carries."""
+
     TEXT = "text"
     JSON = "json"
     JSONL = "jsonl"
@@ -4572,6 +4635,8 @@ class Approve(StrEnum):
 
 
 class StdinMode(StrEnum):
+    """What stdin is."""
+
     AUTO = "auto"
     NONE = "none"
     DATA = "data"
@@ -4672,11 +4737,6 @@ def this_machine() -> Machine:
         os.path.join(environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "agentloop"))
 
 
-def places_of(machine: Machine, cwd: str) -> Places:
-    found = os.stat(cwd)
-    return Places(cwd, machine.home, os.path.realpath, f"{found.st_dev}:{found.st_ino}", directory_id)
-
-
 def directory_id(path: str) -> str:
     """Device and inode of a directory, "" where there is none."""
     try:
@@ -4768,86 +4828,108 @@ def is_foreground(terminal: int) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What `run` and `resume` have made ready before the model is opened."""
+
+    flags: Flags
+    streams: Streams
+    interrupts: Interrupts
+    machine: Machine
+    manifest: Manifest
+    registry: Registry
+    places: Places
+    grants: tuple[Grant, ...]
+
+
+def set_up(flags: Flags, streams: Streams, interrupts: Interrupts, machine: Machine, manifest: Manifest,
+           only: Sequence[str], cwd: str) -> Setup:
+    """Raises ConfigError for whatever is wrong with tools and grants."""
+    registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
+    places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id)
+    grants = tuple(parse_grant(text, registry.forms, places) for text in flags.grants)
+    return Setup(flags, streams, interrupts, machine, manifest, registry, places, grants)
+
+
 def start(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[SessionFinished, AgentLoopError | None]:
     """`run`: a new session from its flags to its end."""
     machine = this_machine()
     manifest = load_manifest(flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""), machine, streams)
-    registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(flags.only)
     limits = limits_of(flags, manifest, Limits())
+    setup = set_up(flags, streams, interrupts, machine, manifest, flags.only, machine.cwd)
     deadline = Deadline(time.monotonic() + limits.timeout_s)
-    places = places_of(machine, machine.cwd)
-    grants = [parse_grant(text, registry.forms, places) for text in flags.grants]
     data = read_stdin(flags, streams, deadline)
     task, data = (data.strip(), "") if flags.task == "-" or flags.stdin is StdinMode.TASK else (flags.task, data)
     if not task:
         raise ConfigError("there is no task", "TASK", 'say what to do: agentloop run "why is the disk full?"')
     files = tuple(Attachment(name, read_file(name)) for name in flags.files)
-    choice = choose_model(flags, machine, manifest, streams)
-    session_id = os.urandom(4).hex()
-    journal = new_journal(flags, machine, session_id)
+    choice, session_id = choose_model(flags, machine, manifest, streams), os.urandom(4).hex()
+
+    def opening(model: Any) -> SessionStarted:
+        options = Options(limits, replace(choice.options, context=model.window()), manifest.where, flags.only,
+                          flags.on_deny or "")
+        return SessionStarted(
+            session_id, __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
+            options, system_text(flags), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
+            manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
+            setup.places.cwd, setup.places.cwd_id)
+
+    return drive(setup, choice, deadline, new_journal(flags, machine, session_id), State(), opening)
+
+
+def go_on(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[SessionFinished, AgentLoopError | None]:
+    """`resume`: fold the journal, run the machine. A session that has its answer prints it again."""
+    machine = this_machine()
+    journal = Journal(find_journal(flags.session, machine))
+    events, cut = journal.recover()
+    state = functools.reduce(apply, events, State())
+    started = state.started
+    if cut:
+        streams.show(Warned(cut))
+    if state.finished and state.finished.exit_code in (ExitCode.ANSWERED, ExitCode.ANSWERED_DENIED) and not flags.task:
+        streams.show(state.finished)
+        return state.finished, None
+    if directory_id(started.cwd) != started.cwd_id:
+        raise ConfigError("the session's working directory is not what it was", started.cwd)
+    options = started.options
+    manifest = load_manifest(flags.tools or options.manifest or "none", machine, streams)
+    if manifest.sha256 != started.manifest_sha256 and not flags.tools:
+        raise ConfigError("the manifest has changed since the session started", manifest.where,
+                          f"name it again if that is meant: --tools {shlex.quote(manifest.where)}")
+    flags = replace(flags, on_deny=flags.on_deny or (OnDeny(options.on_deny) if options.on_deny else None))
+    setup = set_up(flags, streams, interrupts, machine, manifest, flags.only or options.only, started.cwd)
+    limits = limits_of(flags, Manifest(), state.limits)
+    return drive(setup, choice_of(flags, machine, started), Deadline(time.monotonic() + limits.timeout_s), journal,
+                 state, lambda model: SessionResumed(flags.grants, limits, flags.task))
+
+
+def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, state: State,
+          opening: Callable[[Any], Event]) -> tuple[SessionFinished, AgentLoopError | None]:
+    """Opens the model, emits the first event of this process and runs the session to its end."""
     http = Http(deadline)
     with contextlib.closing(http), contextlib.closing(journal):
-        model = open_model(choice, http, machine, streams)
-        started = SessionStarted(
-            session_id, __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint,
-            choice.calls, Options(limits, replace(choice.options, context=model.window()), manifest.where, flags.only,
-                                  flags.on_deny or ""), system_text(flags), data, files, os.urandom(8).hex(),
-            tuple(registry.tools), manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""),
-            os.uname().nodename, places.cwd, places.cwd_id)
-        parts = build_parts(flags, machine, registry, model, places, deadline, journal, streams, interrupts, choice)
-        session = Session(parts, grants)
-        session.emit(started)
-        for warning in (*registry.warnings, *model.warnings):
+        model = open_model(choice, http, setup.machine, setup.streams)
+        session = Session(parts_of(setup, choice, deadline, journal, model), setup.grants, state)
+        if state.started:
+            setup.streams.show(state.started)
+        for orphan in state.spawned.values():
+            if orphan.call not in state.results:
+                end_orphan(orphan.group, orphan.start_time)
+        session.emit(opening(model))
+        for warning in (*setup.registry.warnings, *model.warnings):
             session.notice(Warned(warning))
         return run(session)
 
 
-def go_on(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[SessionFinished, AgentLoopError | None]:
-    """`resume`: fold the journal, run the machine."""
-    machine = this_machine()
-    journal = Journal(find_journal(flags.session, machine))
-    with contextlib.closing(journal):
-        events, cut = journal.recover()
-        state = functools.reduce(apply, events, State())
-        started = state.started
-        if cut:
-            streams.show(Warned(cut))
-        if state.finished and state.finished.exit_code in (0, 4) and not flags.task:
-            streams.show(state.finished)
-            return state.finished, None
-        if directory_id(started.cwd) != started.cwd_id:
-            raise ConfigError("the session's working directory is not what it was", started.cwd)
-        options = started.options
-        manifest = load_manifest(flags.tools or options.manifest or "none", machine, streams)
-        if manifest.sha256 != started.manifest_sha256 and not flags.tools:
-            raise ConfigError("the manifest has changed since the session started", manifest.where,
-                              f"name it again if that is meant: --tools {shlex.quote(manifest.where)}")
-        registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path))
-        registry = registry.only(flags.only or options.only)
-        places = places_of(machine, started.cwd)
-        grants = [parse_grant(text, registry.forms, places) for text in flags.grants]
-        limits = limits_of(flags, Manifest(), state.limits)
-        deadline = Deadline(time.monotonic() + limits.timeout_s)
-        choice = choice_of(flags, machine, started)
-        http = Http(deadline)
-        with contextlib.closing(http):
-            model = open_model(choice, http, machine, streams)
-            parts = build_parts(flags, machine, registry, model, places, deadline, journal, streams, interrupts, choice)
-            session = Session(parts, grants, state)
-            streams.show(started)
-            session.emit(SessionResumed(flags.grants, limits, flags.task))
-            return run(session)
-
-
-def build_parts(flags: Flags, machine: Machine, registry: Registry, model: Any, places: Places, deadline: Deadline,
-                journal: Journal | NoJournal, streams: Streams, interrupts: Interrupts, choice: ModelChoice) -> Parts:
-    stop, prompter = Stop(), prompter_of(flags)
+def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:
+    stop, prompter, flags = Stop(), prompter_of(setup.flags), setup.flags
     on_deny = flags.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
-    mask = secrets_of(machine.environ, (choice.options.key_env,))
     return Parts(
-        model, registry, prompter, places, lambda program, timeout, on_start: spawn(program, timeout, stop, on_start),
-        journal.append, (streams.show,), interrupts.shield, stop.set, deadline, machine.environ,
-        lambda state, more: way_on(flags, state, journal, more), mask, on_deny)
+        model, setup.registry, prompter, setup.places,
+        lambda program, timeout, on_start: spawn(program, timeout, stop, on_start), journal.append,
+        (setup.streams.show,), setup.interrupts.shield, stop.set, deadline, setup.machine.environ,
+        lambda state, more: way_on(flags, state, journal, more),
+        secrets_of(setup.machine.environ, (choice.options.key_env,)), on_deny)
 
 
 def way_on(flags: Flags, state: State, journal: Journal | NoJournal, more: Sequence[str]) -> str:
@@ -4913,7 +4995,6 @@ def build_app(outcome: list[ExitCode]) -> Any:
     app = typer.Typer(help="Gives a language model the tools that a manifest lists, and asks before it uses them.",
                       pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True,
                       context_settings={"help_option_names": ["-h", "--help"]})
-    option = typer.Option
 
     def version(shown: bool) -> None:
         if shown:
@@ -4921,12 +5002,22 @@ def build_app(outcome: list[ExitCode]) -> Any:
             raise typer.Exit()
 
     @app.callback()
-    def top(version: bool = option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
+    def top(version: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
         pass
+
+    add_run(app, outcome)
+    add_resume(app, outcome)
+    return app
+
+
+def add_run(app: Any, outcome: list[ExitCode]) -> None:
+    """The command `run`, its most used options first."""
+    from typer import Argument as argument
+    from typer import Option as option
 
     @app.command("run")
     def run_command(
-            task: str = typer.Argument("", metavar="TASK", help="What to do; - reads it from stdin."),
+            task: str = argument("", metavar="TASK", help="What to do; - reads it from stdin."),
             model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model, e.g. ollama:qwen3:4b."),
             url: str = option("", "--url", help="Where the model is served."),
             tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest; none runs without tools."),
@@ -4954,10 +5045,16 @@ def build_app(outcome: list[ExitCode]) -> Any:
                       loudness_of(quiet, verbose))
         outcome.append(command(start, flags))
 
+
+def add_resume(app: Any, outcome: list[ExitCode]) -> None:
+    """The command `resume`: the options of `run` but those of its input."""
+    from typer import Argument as argument
+    from typer import Option as option
+
     @app.command("resume")
     def resume_command(
-            session: str = typer.Argument(..., metavar="SESSION", help="An id, its first characters, or a file."),
-            task: str = typer.Argument("", metavar="[TASK]", help="A further question."),
+            session: str = argument(..., metavar="SESSION", help="An id, its first characters, or a file."),
+            task: str = argument("", metavar="[TASK]", help="A further question."),
             url: str = option("", "--url", help="Where the model is served now."),
             tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest, where it has changed."),
             yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="Allow TOOL, or 'TOOL:exact words'."),
@@ -4977,8 +5074,6 @@ def build_app(outcome: list[ExitCode]) -> Any:
                       on_deny=on_deny, output=output, only=tuple(only), max_turns=max_turns, timeout=timeout,
                       max_tokens=max_tokens, reply_tokens=reply_tokens, loudness=loudness_of(quiet, verbose))
         outcome.append(command(go_on, flags))
-
-    return app
 
 
 def loudness_of(quiet: bool, verbose: bool) -> Loudness:
@@ -5037,9 +5132,19 @@ def command_line(outcome: list[ExitCode]) -> int:
     try:
         build_app(outcome)(standalone_mode=False, prog_name="agentloop")
     except usage_error as error:
-        print(f"agentloop: {error.format_message()}; see agentloop --help", file=sys.stderr)
+        flags = Flags(output=named_output(sys.argv))
+        wrong = ConfigError(error.format_message(), mend="see agentloop --help")
+        finish_unstarted(Streams(flags), wrong)
+        Streams(flags).last_words(wrong)
         return ExitCode.CONFIG
     return outcome[-1] if outcome else ExitCode.ANSWERED
+
+
+def named_output(argv: Sequence[str]) -> OutputFormat:
+    """The output format that a command line names, though the rest of it is wrong."""
+    named = " ".join(argv)
+    found = re.search(r"(?:^| )(?:-o|--output)[ =]?(jsonl|json)(?: |$)", named)
+    return OutputFormat(found[1]) if found else OutputFormat.TEXT
 
 
 JOURNAL_VERSION = 1
