@@ -165,6 +165,7 @@ class Message:
     name: str = ""  # of a tool result: the tool
     echo: JSON = None  # what the wire must get back (reasoning, signatures)
     said: str = ""  # what the model said to the letter, where a protocol read it
+    note: str = ""  # what the loop adds to a tool result
 
 
 @dataclass(frozen=True)
@@ -779,7 +780,8 @@ class State:
     def messages(self) -> tuple[Message, ...]:
         """The whole history, the results of the open batch included, in the order of its calls."""
         return self.history + tuple(
-            Message(Role.TOOL, noted_result(self, call), call_id=call.id, wire_id=call.wire_id, name=call.name)
+            Message(Role.TOOL, self.results[call.id].output, call_id=call.id, wire_id=call.wire_id, name=call.name,
+                    note=repeat_note(self.repeats.get(signature(call))))
             for call in self.batch if call.id in self.results)
 
 
@@ -800,7 +802,8 @@ def apply_replied(state: State, event: ModelReplied) -> State:
                     calibration=calibrated(state.calibration, event), last_reply=event,
                     replies=state.replies + 1)
     if event.no_tool:
-        return replace(state, no_tool=True, empty_replies=0)
+        said = (Message(Role.ASSISTANT, said=event.said), Message(Role.USER, THEN_ANSWER))
+        return replace(state, no_tool=True, history=(*state.messages, *said), batch=(), empty_replies=0)
     if not event.text.strip() and not event.calls:
         return replace(state, empty_replies=state.empty_replies + 1)
     closed = close_batch(state)
@@ -869,10 +872,10 @@ def close_batch(state: State) -> State:
     return replace(state, history=state.messages, batch=(), decided={}, begun={}, spawned={}, results={})
 
 
-def noted_result(state: State, call: ToolCall) -> str:
-    """The result as the model sees it: one that it has had before says so."""
-    again = state.repeats[signature(call)].count > 1 if signature(call) in state.repeats else False
-    return state.results[call.id].output + (REPEAT_NOTE if again else "")
+def repeat_note(repeat: Repeat | None) -> str:
+    """What a model is told with a result that it has had before."""
+    count = repeat.count if repeat else 0
+    return REPEAT_NOTES[min(count, len(REPEAT_NOTES) - 1)]
 
 
 def signature(call: ToolCall) -> str:
@@ -884,14 +887,14 @@ def task_text(started: SessionStarted) -> str:
     """The first user message: the task, then data and files between fences that no data can forge."""
     parts = [started.task]
     if started.data:
-        parts.append(fenced("data", started.data, started.nonce))
-    parts += [fenced(f"file {item.name}", item.text, started.nonce) for item in started.files]
+        parts.append(fenced("Data from stdin", started.data, started.nonce))
+    parts += [fenced(f"File {item.name}", item.text, started.nonce) for item in started.files]
     return "\n\n".join(parts)
 
 
 def fenced(name: str, text: str, nonce: str) -> str:
     """Untrusted text between marks that carry the session's nonce."""
-    return f"<<<{name} {nonce}\n{text}\n{nonce}>>>"
+    return f"{name}:\n```{nonce}\n{text}\n```{nonce}"
 
 
 def calibrated(before: float, event: ModelReplied) -> float:
@@ -905,7 +908,8 @@ def add(total: int | None, more: int | None) -> int | None:
     return total if more is None else (total or 0) + more
 
 
-REPEAT_NOTE = "\n[You have made this call before and had this result. Use it; do not call again.]"
+REPEAT_NOTES = ("", "", "You have this result already. Answer, or call another tool.", "Answer now.")
+THEN_ANSWER = "Then answer."
 FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
          RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
          ToolSpawned: apply_spawned, ToolFinished: apply_result, SessionResumed: apply_resumed,
@@ -2320,7 +2324,7 @@ FUNCTIONS = {
     "hypot", "degrees", "radians", "gcd")}
 
 
-PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?:\.\.\.)?\}")
+PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)(?:\.\.\.)?\}")
 FILE_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe",
               stat.S_IFSOCK: "socket", stat.S_IFBLK: "device", stat.S_IFCHR: "device"}
 BASELINE_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "TMPDIR", "LANG")
@@ -2893,7 +2897,7 @@ class Constrained:
         branches = [] if offer is Offer.ANSWER else [call_branch(spec) for spec in registry.specs]
         branches.append(NO_TOOL_BRANCH if offer is Offer.CALL else answer_branch(distinct(lines)))
         schema = {"anyOf": branches} if len(branches) > 1 else branches[0]
-        messages = (system, *as_dialogue(state.messages[1:], state.started.nonce))
+        messages = (system, *as_dialogue(state.messages[1:], state.started))
         return Request(state.replies, messages, (), offer, state.limits.reply_tokens, schema)
 
     def read(self, reply: Reply, registry: Registry) -> Reply:
@@ -2921,7 +2925,8 @@ def offer_of(state: State, registry: Registry) -> Offer:
     protocol the first answer is withheld while there is nothing that it could rest on."""
     if state.repeated == ANSWER_AT_REPEAT:
         return Offer.ANSWER
-    fresh = not state.no_tool and not state.started.data and not state.started.files and not state.calls_made
+    given = state.started.data or state.started.files
+    fresh = not given and not state.no_tool and not state.tool_counts.get(ToolStatus.OK)
     return Offer.CALL if fresh and registry.tools and state.call_mode is CallMode.JSON else Offer.FREE
 
 
@@ -2943,20 +2948,20 @@ def complaint(state: State, reply: Reply) -> str:
 
 def protocol_text(specs: Sequence[ToolSpec]) -> str:
     """The constrained protocol in words, for the system prompt."""
-    tools = "\n".join(f"- {tool_signature(spec)}" for spec in specs)
+    tools = "\n".join(map(tool_signature, specs))
     return PROTOCOL.replace("{tools}", tools)
 
 
 def tool_signature(spec: ToolSpec) -> str:
-    """`disk_usage(path = "/") - how full the disk is (path: a path, e.g. /var)`"""
-    parts, notes = [], []
+    """`disk_usage(path="/"): how full the disk is`. No types: the schema forces them."""
+    parts = []
     for name, told in spec.parameters.get("properties", {}).items():
         optional = "" if name in spec.parameters.get("required", ()) or "default" in told else "?"
-        kind = "|".join(map(str, told["enum"])) if "enum" in told else told.get("type", "")
-        parts.append(name + optional + (f": {kind}" if kind not in ("", "string") else "") +
-                     (f" = {json.dumps(told['default'])}" if "default" in told else ""))
-        notes += [f"{name}: {told['description']}"] if told.get("description") else []
-    return f"{spec.name}({', '.join(parts)}) - {spec.description}" + (f" ({'; '.join(notes)})" if notes else "")
+        default = f"={json.dumps(told['default'], ensure_ascii=False)}" if "default" in told else ""
+        hint = f": {told['description']}" if told.get("description") and not default else ""
+        choices = f" ({'|'.join(json.dumps(value) for value in told['enum'])})" if "enum" in told else ""
+        parts.append(name + optional + default + hint + choices)
+    return f"{spec.name}({', '.join(parts)}): {spec.description}"
 
 
 def call_branch(spec: ToolSpec) -> JSON:
@@ -2999,12 +3004,17 @@ def sources_of(state: State) -> list[tuple[str, list[str]]]:
     return [(source, [line.strip()[:LINE_CLAMP] for line in text.split("\n")]) for source, text in texts]
 
 
-def as_dialogue(messages: Sequence[Message], nonce: str) -> Iterator[Message]:
-    """The history in user and assistant messages alone: calls as the JSON they were, results fenced."""
+def as_dialogue(messages: Sequence[Message], started: SessionStarted) -> Iterator[Message]:
+    """The history in user and assistant messages alone: calls as the JSON they were, results fenced.
+
+    A small model forgets its task over a long result, so that each result repeats it."""
     for role, group in itertools.groupby(messages, lambda message: message.role):
         if role is Role.TOOL:
-            yield Message(Role.USER, "\n\n".join(f"Result of {message.name} ({message.call_id}):\n" +
-                                                 fenced("result", message.text, nonce) for message in group))
+            results = list(group)
+            parts = [fenced(f"Result of {message.name} ({message.call_id})", message.text, started.nonce)
+                     for message in results]
+            note = next((message.note for message in results if message.note), GO_ON)
+            yield Message(Role.USER, "\n".join((*parts, f"The task was: {started.task[:500]}", note)))
             continue
         for message in group:
             said = message.said or "\n".join(
@@ -3059,7 +3069,7 @@ class ScriptLine:
 
 def fitted_estimate(request: Request, state: State, window: int) -> int:
     """Our count of the request's tokens. Raises RunEnded (exit 7) when it cannot fit the window."""
-    texts = [message.text + message.said + "".join(compact(call.arguments) + call.name for call in message.calls)
+    texts = [message.text + message.said + message.note + "".join(compact(call.arguments) + call.name for call in message.calls)
              for message in request.messages]
     estimate = sum(map(estimate_tokens, texts)) + 4 * len(texts)
     estimate += estimate_tokens(compact(encode(request.tools))) if request.tools else 0
@@ -3663,7 +3673,7 @@ class OllamaWire:
     def messages(self, messages: Sequence[Message]) -> list[JSON]:
         told = []
         for message in messages:
-            entry = {"role": str(message.role), "content": message.text or message.said, **(message.echo or {})}
+            entry = {"role": str(message.role), "content": wire_content(message), **(message.echo or {})}
             if message.calls and not message.said:
                 entry["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments or {}},
                                         **({"id": call.wire_id} if call.wire_id else {})} for call in message.calls]
@@ -3696,7 +3706,7 @@ class OpenAIWire:
     def messages(self, messages: Sequence[Message]) -> list[JSON]:
         ids, told = wire_ids(messages), []
         for message in messages:
-            entry: dict[str, JSON] = {"role": str(message.role), "content": message.text or message.said}
+            entry: dict[str, JSON] = {"role": str(message.role), "content": wire_content(message)}
             if message.role is Role.ASSISTANT:
                 entry |= message.echo or {}
             if message.calls and not message.said:
@@ -3709,6 +3719,11 @@ class OpenAIWire:
                 entry["tool_call_id"] = ids[message.call_id]
             told.append(entry)
         return told
+
+
+def wire_content(message: Message) -> str:
+    """A message's content as one string: lists of parts are refused or lost by too many servers."""
+    return (message.text or message.said) + (f"\n[{message.note}]" if message.note else "")
 
 
 def wire_tools(specs: Sequence[ToolSpec]) -> list[JSON]:
@@ -3878,8 +3893,9 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
     settings.model.path = path
     settings.n_ctx = choice.options.context or ASSUMED_WINDOW
     settings.n_parallel = 1
-    settings.cpuparams.n_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    settings.cpuparams.poll = 0  # threads that wait must sleep: spinning ones stall a machine that has other work
+    # One core is left to the machine: threads that spin for one that has lost its core take minutes for a word.
+    settings.cpuparams.n_threads = max(1, (os.cpu_count() or 1) - 1)
+    settings.cpuparams.poll = 0
     settings.port = 0
     settings.hostnames = ["127.0.0.1"]
     settings.verbosity = -1
@@ -4072,6 +4088,7 @@ or, when a result shows what the task asks, copy the line that shows it and answ
 {"evidence":"LINE","answer":"TEXT"}
 TEXT is one full sentence in the language of the task, with the exact numbers, names and units of the line."""
 NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": "LINE", "answer": "TEXT"}.'
+GO_ON = "If no line above shows the answer, call another tool."
 UNGROUNDED = "The evidence must be a line of a result, to the letter. Give the answer again with such a line."
 PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": open_script}
 URL_VARIABLES = {"ollama": "OLLAMA_HOST", "openai": "OPENAI_BASE_URL"}
