@@ -686,10 +686,22 @@ class ModelRetried:
 
 
 @dataclass(frozen=True)
-class ApprovalRequested:
-    """A person is asked about these calls."""
+class AskedCall:
+    """A call as a person or a host program is asked about it; `shown` is escaped and never cut."""
 
-    calls: tuple[str, ...]
+    call: str
+    tool: str
+    form: str
+    shown: str
+    grant: str | None
+
+
+@dataclass(frozen=True)
+class ApprovalRequested:
+    """Somebody is asked about these calls. With `--approve stdio` a line on stdin answers."""
+
+    calls: tuple[AskedCall, ...]
+    directory: str
 
 
 @dataclass(frozen=True)
@@ -1090,6 +1102,8 @@ class Places:
     resolve: Callable[[str], str]
     cwd_id: str = ""  # what `identify` said of the working directory at the start
     identify: Callable[[str], str] = lambda path: ""
+    never_read: tuple[str, ...] = ()  # agentloop's own state: resolved files and folders
+    never_written: tuple[str, ...] = ()  # manifest, configuration, what a grant names
 
     def check(self) -> None:
         """Raises ToolError when the working directory is no longer the one that approvals were given for."""
@@ -1909,6 +1923,58 @@ def resolve_path(asked: str, places: Places) -> str:
     return places.resolve(os.path.join(places.cwd, asked))
 
 
+@contextmanager
+def opened(path: str, is_wanted: Callable[[int], bool], wanted: str) -> Iterator[int]:
+    """A descriptor of the file or folder at a resolved path. Raises ToolError when it is not what is wanted."""
+    descriptor = open_resolved(path)
+    try:
+        if not is_wanted(os.fstat(descriptor).st_mode):
+            raise ToolError(f"not {wanted}", path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: str, data: bytes) -> None:
+    """Puts a new file in the place of a resolved path, with the mode of the old one. Raises ToolError."""
+    folder, name = os.path.split(path)
+    directory, partial = open_resolved(folder), f".{name[:200]}.{os.getpid()}"
+    try:
+        mode = existing_mode(directory, name)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
+                             dir_fd=directory)
+        try:
+            write_all(descriptor, data)
+            os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
+            os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            os.unlink(partial, dir_fd=directory)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ToolError(error.strerror or str(error), path) from error
+    finally:
+        os.close(directory)
+
+
+def existing_mode(directory: int, name: str) -> int:
+    """The mode of the regular file that is replaced, that of a new file where there is none. Raises ToolError."""
+    try:
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return 0o644
+    if not stat.S_ISREG(found):
+        raise ToolError("not a regular file", name)
+    return stat.S_IMODE(found)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data):]
+
+
 def read_file(path: str) -> str:
     """The text of a file that the operator named. Raises ConfigError."""
     try:
@@ -1999,7 +2065,7 @@ class Tool:
         """What the call comes down to. Raises ToolError where it cannot be carried out."""
         return self.kind.canonical(self.name, arguments, places)
 
-    def run_as(self, canonical: Canonical) -> bool:
+    def runs_unasked(self, canonical: Canonical) -> bool:
         """Whether the call may run under `approval = "auto"`."""
         return self.approval is Approval.AUTO and self.kind.is_bounded(canonical)
 
@@ -2023,6 +2089,9 @@ class Command:
     def is_bounded(self, canonical: Canonical) -> bool:
         return True
 
+    def forbidden(self, canonical: Canonical, places: Places) -> str:
+        return ""
+
 
 @dataclass(frozen=True)
 class Shell:
@@ -2044,25 +2113,39 @@ class Shell:
     def is_bounded(self, canonical: Canonical) -> bool:
         return True
 
+    def forbidden(self, canonical: Canonical, places: Places) -> str:
+        return ""
+
+
+class Access(StrEnum):
+    """What a file tool does with its path."""
+
+    READ = "read"
+    WRITE = "write"
+
 
 @dataclass(frozen=True)
 class PathBuiltin:
     """A tool on one resolved path. `roots` bounds what it does under `approval = "auto"`."""
 
-    act: Callable[[int, JSON], ToolOutput]
+    act: Callable[[str, JSON], ToolOutput]
     cut: CutFrom
+    access: Access
     roots: tuple[str, ...] = ()
     form = ScopeForm.PATH
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
-        return Canonical(name, self.form, resolve_path(arguments["path"], places), asked=arguments["path"])
+        rest = tuple((key, as_text(value)) for key, value in sorted(arguments.items()) if key != "path")
+        return Canonical(name, self.form, resolve_path(arguments["path"], places), arguments["path"], rest)
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        descriptor = open_resolved(canonical.subject)
-        try:
-            return self.act(descriptor, arguments)
-        finally:
-            os.close(descriptor)
+        return self.act(canonical.subject, arguments)
+
+    def forbidden(self, canonical: Canonical, places: Places) -> str:
+        """Why no grant and no answer may allow the call: agentloop's own files are not a tool's."""
+        protected = places.never_read + (places.never_written if self.access is Access.WRITE else ())
+        mine = any(canonical.subject == path or canonical.subject.startswith(path.rstrip("/") + "/") for path in protected)
+        return "agentloop's own files, and programs that a grant names, are out of bounds" if mine else ""
 
     def is_bounded(self, canonical: Canonical) -> bool:
         """Whether the path lies below a root and no part of it below there starts with a dot."""
@@ -2090,6 +2173,9 @@ class TextBuiltin:
 
     def is_bounded(self, canonical: Canonical) -> bool:
         return True
+
+    def forbidden(self, canonical: Canonical, places: Places) -> str:
+        return ""
 
 
 def run_program(argv: tuple[str, ...], context: ToolContext) -> ToolOutput:
@@ -2151,42 +2237,38 @@ def whole(text: str) -> Captured:
     return Captured(data, b"", len(data), text.count("\n") + (not text.endswith("\n")))
 
 
-def read_lines(descriptor: int, arguments: JSON) -> ToolOutput:
+def read_lines(path: str, arguments: JSON) -> ToolOutput:
     """The text of a regular file, from line `offset` (1 is the first, -1 the last), at most `limit` lines."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise ToolError("not a regular file")
-    offset, limit = arguments.get("offset", 1), arguments.get("limit")
-    capture, first = Capture(), offset
-    if offset < 0:
-        with open(os.dup(descriptor), "rb") as file:
+    offset, limit, capture, lines = arguments.get("offset", 1), arguments.get("limit"), Capture(), 0
+    with opened(path, stat.S_ISREG, "a regular file") as descriptor, open(descriptor, "rb", closefd=False) as file:
+        first = offset
+        if offset < 0:
             first = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + offset + 1
-        os.lseek(descriptor, 0, os.SEEK_SET)
-    with open(os.dup(descriptor), "rb") as file:
-        number, length = 1, 0
+            file.seek(0)
         for chunk in iter(lambda: file.readline(1 << 16), b""):
-            if number >= first and (limit is None or number < first + limit):
+            if lines + 1 >= first and (limit is None or lines + 1 < first + limit):
                 capture.feed(chunk)
-            if limit is not None and number >= first + limit:
-                break
-            number += chunk.endswith(b"\n")
-            length += 1
-    if not capture.total_bytes:
-        return ToolOutput(ToolStatus.OK, capture.captured(), "(nothing there: the file ends before that line)"
-                          if length else "(the file is empty)")
-    return ToolOutput(ToolStatus.OK, capture.captured())
+            lines += chunk.endswith(b"\n")
+    empty = "(the file is empty)" if not lines else f"(nothing there: the file has {lines} lines)"
+    return ToolOutput(ToolStatus.OK, capture.captured(), "" if capture.total_bytes else empty)
 
 
-def list_entries(descriptor: int, arguments: JSON) -> ToolOutput:
+def list_entries(path: str, arguments: JSON) -> ToolOutput:
     """A line for each entry of a directory: kind, bytes, name; sorted by name."""
-    if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-        raise ToolError("not a directory")
     lines = []
-    with os.scandir(descriptor) as entries:
+    with opened(path, stat.S_ISDIR, "a directory") as descriptor, os.scandir(descriptor) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             found = entry.stat(follow_symlinks=False)
             kind = FILE_KINDS.get(stat.S_IFMT(found.st_mode), "other")
-            lines.append(f"{kind:<9} {found.st_size:>12} bytes  {entry.name}")
+            lines.append(f"{kind:<9} {found.st_size:>12} bytes  {visible(entry.name)}")
     return ToolOutput(ToolStatus.OK, whole("\n".join(lines)), f"{len(lines)} entries")
+
+
+def write_content(path: str, arguments: JSON) -> ToolOutput:
+    """Writes a whole file at once: it is the old one or the new one, never a part."""
+    data = arguments["content"].encode()
+    write_atomic(path, data)
+    return ToolOutput(ToolStatus.OK, whole(f"{len(data):,} bytes written to {path}"))
 
 
 def tell_time(text: str, context: ToolContext) -> str:
@@ -2349,14 +2431,17 @@ BUILTINS = {
                               "The exact result of an arithmetic expression, e.g. (12+8)*3 or sqrt(2).",
                               {"expression": {"type": "string", "minLength": 1}}, ("expression",)),
     "now": BuiltinEntry(TextBuiltin(tell_time), "The current date, time and time zone of this machine."),
-    "read_file": BuiltinEntry(PathBuiltin(read_lines, CutFrom.MIDDLE_KEEP_HEAD), "The text of one file.",
+    "read_file": BuiltinEntry(PathBuiltin(read_lines, CutFrom.MIDDLE_KEEP_HEAD, Access.READ), "The text of one file.",
                               {"path": PATH_PARAMETER,
                                "offset": {"type": "integer", "description": "first line; -1 is the last line"},
                                "limit": {"type": "integer", "minimum": 1, "description": "number of lines"}},
                               ("path",)),
-    "list_dir": BuiltinEntry(PathBuiltin(list_entries, CutFrom.MIDDLE_KEEP_HEAD),
+    "list_dir": BuiltinEntry(PathBuiltin(list_entries, CutFrom.MIDDLE_KEEP_HEAD, Access.READ),
                              "The files and folders in a folder, with their sizes.", {"path": PATH_PARAMETER},
                              ("path",)),
+    "write_file": BuiltinEntry(PathBuiltin(write_content, CutFrom.MIDDLE_KEEP_HEAD, Access.WRITE),
+                               "Write a whole text file; what was in it before is gone.",
+                               {"path": PATH_PARAMETER, "content": {"type": "string"}}, ("path", "content")),
 }
 
 
@@ -2693,15 +2778,6 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Question:
-    """One call of a batch, as a person is asked about it."""
-
-    call: str
-    canonical: Canonical
-    grant: str | None
-
-
-@dataclass(frozen=True)
 class Answer:
     """What a prompter says about one call."""
 
@@ -2732,7 +2808,10 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
     except ToolError as error:
         return refusal(str(error))
     verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", canonical, arguments)
-    if tool.run_as(canonical):
+    forbidden = tool.kind.forbidden(canonical, places)
+    if forbidden:
+        return replace(verdict, decision=Decision.DENY, reason=forbidden)
+    if tool.runs_unasked(canonical):
         return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.AUTO, reason="")
     granted = tool.approval is not Approval.ALWAYS and any(allows(grant, canonical) for grant in grants)
     return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.GRANT, reason="") if granted else verdict
@@ -2755,8 +2834,71 @@ class DenyAll:
 
     name = "nobody is there to ask"
 
-    def ask(self, questions: Sequence[Question], directory: str) -> tuple[Answer, ...]:
+    def ask(self, questions: Sequence[AskedCall], directory: str) -> tuple[Answer, ...]:
         return tuple(Answer(Decision.DENY, DecidedBy.RULE, self.name) for _ in questions)
+
+
+class AskHost:
+    """A host program: the question has gone out as `approval.requested`, one line on stdin answers it.
+
+    {"answers": [{"call": "c1", "decision": "allow", "reason": "", "remember": false}]}; a call that is not named,
+    an end of input or anything unreadable is a no."""
+
+    name = "the host program"
+
+    def __init__(self, reader: int):
+        self.lines = LineReader(reader)
+
+    def ask(self, questions: Sequence[AskedCall], directory: str) -> tuple[Answer, ...]:
+        try:
+            told = decode(HostAnswers, strict_json(self.lines.read(PROMPT_WAIT)), "stdin")
+        except (ConfigError, ToolError):
+            told = HostAnswers(())
+        answers = {answer.call: answer for answer in told.answers}
+        return tuple(host_answer(question, answers.get(question.call)) for question in questions)
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """What a host program says about one call."""
+
+    call: str
+    decision: Decision
+    reason: str = ""
+    remember: bool = False
+
+
+@dataclass(frozen=True)
+class HostAnswers:
+    """The line of a host program."""
+
+    answers: tuple[HostAnswer, ...]
+    type: str = "approval.answered"
+
+
+def host_answer(question: AskedCall, said: HostAnswer | None) -> Answer:
+    if said is None or said.decision is not Decision.ALLOW:
+        return Answer(Decision.DENY, DecidedBy.HOST, said.reason if said else "the host program did not say yes")
+    return Answer(Decision.ALLOW, DecidedBy.HOST, said.reason, question.grant if said.remember else None)
+
+
+class LineReader:
+    """Lines from a descriptor, waited for with a limit."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor, self.pending = descriptor, b""
+
+    def read(self, seconds: float) -> str:
+        """The next line, stripped; "" after so many seconds, or at the end of input."""
+        until = time.monotonic() + seconds
+        while b"\n" not in self.pending:
+            ready, _, _ = select.select([self.descriptor], [], [], max(0.0, until - time.monotonic()))
+            chunk = os.read(self.descriptor, 4096) if ready else b""
+            if not chunk:
+                return ""
+            self.pending += chunk
+        line, _, self.pending = self.pending.partition(b"\n")
+        return line.decode("utf-8", "replace").strip()
 
 
 class AskTerminal:
@@ -2767,49 +2909,68 @@ class AskTerminal:
     def __init__(self, reader: int, writer: int):
         self.reader, self.writer = reader, writer
 
-    def ask(self, questions: Sequence[Question], directory: str) -> tuple[Answer, ...]:
+    def ask(self, questions: Sequence[AskedCall], directory: str) -> tuple[Answer, ...]:
         import termios
         termios.tcflush(self.reader, termios.TCIFLUSH)  # what was typed before the question is no answer
+        lines, pages = LineReader(self.reader), [0] * len(questions)
         write_all(self.writer, question_text(questions, directory).encode())
-        return read_answers(self.read_line(), questions)
-
-    def read_line(self) -> str:
-        """One line from the terminal; "" after PROMPT_WAIT seconds or at its end."""
-        data, until = b"", time.monotonic() + PROMPT_WAIT
-        while not data.endswith(b"\n"):
-            ready, _, _ = select.select([self.reader], [], [], max(0.0, until - time.monotonic()))
-            chunk = os.read(self.reader, 4096) if ready else b""
-            if not chunk:
-                write_all(self.writer, b"\n")
-                return ""
-            data += chunk
-        return data.decode("utf-8", "replace").strip()
+        while True:
+            line = lines.read(PROMPT_WAIT)
+            wanted = re.fullmatch(r"v ?([0-9]+)", line)
+            if not wanted or not 0 < int(wanted[1]) <= len(questions):
+                return read_answers(line, questions)
+            number = int(wanted[1]) - 1
+            write_all(self.writer, page(questions[number].shown, pages[number]).encode())
+            pages[number] += 1
 
 
-def question_text(questions: Sequence[Question], directory: str) -> str:
-    """The question about a batch: every call in its canonical form, escaped, nothing hidden."""
+def question_text(questions: Sequence[AskedCall], directory: str) -> str:
+    """The question about a batch: every call in its canonical form, escaped; what is long says how long."""
     count = f"{len(questions)} call{'s' if len(questions) > 1 else ''}"
-    lines = [f"\nagentloop: the model wants to run {count} in {visible(directory)}:"]
-    lines += [f"  {n}  {question.canonical.tool}  {shown_subject(question.canonical)}"
-              for n, question in enumerate(questions, 1)]
+    lines = [f"\nagentloop: the model wants to run {count} in {on_one_line(directory)}:"]
+    for n, question in enumerate(questions, 1):
+        lines.append(f"  {n}  {question.tool} ({question.form})  {shortened(question.shown, n)}")
+    odd = sorted({c for question in questions for c in question.shown if not c.isascii() and c != "␠"})
+    if odd:
+        more = f" and {len(odd) - 40} more" if len(odd) > 40 else ""
+        lines.append("  not ASCII: " + ", ".join(f"{c} U+{ord(c):04X}" for c in odd[:40]) + more)
     lines.append("y = all, 1,3 = those, always = these exact calls for this session, n REASON = no, q = stop")
     return "\n".join(lines) + "\n> "
 
 
+def shortened(shown: str, number: int) -> str:
+    """The text, or its two ends with its size and digest, and how to see all of it."""
+    if len(shown) <= LONG_SUBJECT:
+        return shown
+    size, sha256 = len(shown.encode()), hashlib.sha256(shown.encode()).hexdigest()
+    return f"{shown[:400]} […] {shown[-100:]}\n     ({size:,} bytes, SHA-256 {sha256}; v{number} shows it, page by page)"
+
+
+def page(shown: str, number: int) -> str:
+    """One page of a long text; after its last one, the first again."""
+    count = max(1, -(-len(shown) // PAGE))
+    start = number % count * PAGE
+    return f"{shown[start:start + PAGE]}\n(page {number % count + 1} of {count})\n> "
+
+
 def shown_subject(canonical: Canonical) -> str:
-    """A canonical form for a person: what runs, escaped, never cut."""
+    """A canonical form for a person, on one line: all of what runs, escaped, nothing cut."""
     match canonical.form:
         case ScopeForm.ARGV:
-            return visible(shlex.join(canonical.subject)).replace("\n", "\\u{a}")
+            shown = shlex.join(canonical.subject)
         case ScopeForm.PAIRS:
-            return visible(" ".join(f"{key}={value}" for key, value in canonical.subject)).replace("\n", "\\u{a}")
-        case ScopeForm.PATH if canonical.asked and canonical.asked != canonical.subject:
-            return visible(f"{canonical.subject} (asked for as {canonical.asked})").replace("\n", "\\u{a}")
+            shown = " ".join(f"{key}={value}" for key, value in canonical.subject)
         case _:
-            return visible(canonical.subject).replace("\n", "\\u{a}")
+            shown = canonical.subject
+    asked = f" (asked for as {canonical.asked})" if canonical.asked not in ("", canonical.subject) else ""
+    return on_one_line(shown + asked + "".join(f"  {key}={value}" for key, value in canonical.rest))
 
 
-def read_answers(line: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
+def on_one_line(text: str) -> str:
+    return visible(text).replace("\n", "\\u{a}")
+
+
+def read_answers(line: str, questions: Sequence[AskedCall]) -> tuple[Answer, ...]:
     """The answer to each question that one line gives. Raises Interrupted for a q."""
     word, _, reason = line.partition(" ")
     if line in ("y", "yes"):
@@ -2826,11 +2987,7 @@ def read_answers(line: str, questions: Sequence[Question]) -> tuple[Answer, ...]
     return tuple(Answer(Decision.DENY, reason=told) for _ in questions)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data):]
-
-
+LONG_SUBJECT, PAGE = 2000, 3000  # characters
 PROMPT_WAIT = 300.0  # seconds until no answer is a no
 EXAMPLES = {"string": "text", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
@@ -4384,11 +4541,12 @@ def ask_batch(session: Session, asked: Sequence[str]) -> tuple[Answer, ...]:
     """One question for all the calls that nothing has decided; the time it takes does not count."""
     if not asked:
         return ()
-    verdicts = [session.verdicts[call] for call in asked]
-    session.notice(ApprovalRequested(tuple(asked)))
-    before = session.parts.clock()
-    questions = [Question(call, verdict.canonical, verdict.grant) for call, verdict in zip(asked, verdicts)]
-    answers = session.parts.prompter.ask(questions, session.parts.places.cwd)
+    questions = tuple(AskedCall(call, verdict.canonical.tool, str(verdict.canonical.form),
+                                shown_subject(verdict.canonical), verdict.grant)
+                      for call in asked for verdict in [session.verdicts[call]])
+    before, directory = session.parts.clock(), session.parts.places.cwd
+    session.notice(ApprovalRequested(questions, directory))
+    answers = session.parts.prompter.ask(questions, directory)
     session.parts.deadline.extend(session.parts.clock() - before)
     for answer in answers:
         if answer.remember:
@@ -4649,6 +4807,7 @@ class Approve(StrEnum):
 
     ASK = "ask"
     DENY = "deny"
+    STDIO = "stdio"
 
 
 class StdinMode(StrEnum):
@@ -4658,6 +4817,13 @@ class StdinMode(StrEnum):
     NONE = "none"
     DATA = "data"
     TASK = "task"
+
+
+class Scopes(StrEnum):
+    """What `show` shows."""
+
+    HIDDEN = "events"
+    SHOWN = "scopes"
 
 
 @dataclass(frozen=True)
@@ -4685,6 +4851,7 @@ class Flags:
     calls: CallMode | None = None
     journal: str = ""
     loudness: Loudness = Loudness.NORMAL
+    scopes: Scopes = Scopes.HIDDEN
 
 
 class Streams:
@@ -4786,6 +4953,8 @@ def load_manifest(named: str, machine: Machine, streams: Streams) -> Manifest:
 
 def read_stdin(flags: Flags, streams: Streams, deadline: Deadline) -> str:
     """Data from stdin, "" where there is none. Raises ConfigError for a pipe that stays silent."""
+    if flags.approve is Approve.STDIO:
+        return ""  # stdin carries the answers
     wanted = flags.stdin in (StdinMode.DATA, StdinMode.TASK) or flags.task == "-"
     if not wanted and (flags.stdin is StdinMode.NONE or not stdin_has_data()):
         return ""
@@ -4824,6 +4993,10 @@ def prompter_of(flags: Flags) -> Any:
     without a terminal."""
     if flags.approve is Approve.DENY:
         return DenyAll()
+    if flags.approve is Approve.STDIO:
+        if flags.output is not OutputFormat.JSONL:
+            raise ConfigError("the questions are events", "--approve stdio", "use it with -o jsonl")
+        return AskHost(0)
     if os.isatty(0) and os.isatty(1) and is_foreground(0) and flags.output is OutputFormat.TEXT:
         return AskTerminal(0, 1)
     try:
@@ -4865,6 +5038,10 @@ def set_up(flags: Flags, streams: Streams, interrupts: Interrupts, machine: Mach
     registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
     places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id)
     grants = tuple(parse_grant(text, registry.forms, places) for text in flags.grants)
+    named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
+    own = [os.path.realpath(path) for path in (manifest.where, machine.config, __file__) if path]
+    places = replace(places, never_read=(os.path.realpath(machine.state),),
+                     never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
     return Setup(flags, streams, interrupts, machine, manifest, registry, places, grants)
 
 
@@ -4918,6 +5095,69 @@ def go_on(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[Sessi
     limits = limits_of(flags, Manifest(), state.limits)
     return drive(setup, choice_of(flags, machine, started), Deadline(time.monotonic() + limits.timeout_s), journal,
                  state, lambda model: SessionResumed(flags.grants, limits, flags.task))
+
+
+def check_call(flags: Flags, streams: Streams, interrupts: Interrupts) -> ExitCode:
+    """`check CALL`: the decision about one call as for a run with nobody there; nothing of it is repaired."""
+    machine = this_machine()
+    manifest = load_manifest(flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""), machine, streams)
+    setup = set_up(flags, streams, interrupts, machine, manifest, flags.only, machine.cwd)
+    text = read_stdin(replace(flags, stdin=StdinMode.TASK), streams, Deadline(time.monotonic() + 600)) \
+        if flags.task == "-" else flags.task
+    name, _, arguments = text.partition(" ")
+    try:
+        call = ToolCall("c1", name, strict_json(arguments.rstrip("\n") or "{}"))
+    except ToolError as error:
+        call = ToolCall("c1", name, problem=error.what)
+    verdict = judge(call, setup.registry, setup.grants, setup.places)
+    decision = Decision.DENY if verdict.decision is Decision.ASK else verdict.decision
+    near = nearest(setup.grants, verdict.canonical) if verdict.canonical and decision is Decision.DENY else None
+    found = CheckedCall(decision, verdict.reason, shown_subject(verdict.canonical) if verdict.canonical else None,
+                        verdict.grant, near[0].text if near else None, near[1] if near else None)
+    streams.out(json.dumps(encode(found)) + "\n" if flags.output is not OutputFormat.TEXT else checked_text(found))
+    return {Decision.ALLOW: ExitCode.ANSWERED, Decision.DENY: ExitCode.DENIED}.get(decision, ExitCode.CONFIG)
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """What `check CALL` says."""
+
+    decision: Decision
+    reason: str
+    canonical: str | None
+    grant: str | None  # the narrowest one that allows the call
+    nearest: str | None  # of the grants given, the one that came nearest
+    nearest_reason: str | None
+
+
+def checked_text(found: CheckedCall) -> str:
+    """The decision, then what is known about it, a line each."""
+    lines = [f"{name.replace('_', ' ')}: {on_one_line(value)}" for name, value in encode(found).items() if value]
+    return "\n".join(lines) + "\n"
+
+
+def show_session(flags: Flags, streams: Streams, interrupts: Interrupts) -> ExitCode:
+    """`show SESSION`: its events, a line each; with `--scopes` the grants that its calls needed, narrowest first."""
+    journal = Journal(find_journal(flags.session, this_machine()))
+    with contextlib.closing(journal):
+        events, cut = journal.recover()
+    if flags.scopes is Scopes.SHOWN:
+        used = {event.scope: None for event in events if isinstance(event, CallDecided) and event.scope
+                and event.decision is Decision.ALLOW and event.by is not DecidedBy.AUTO}
+        for scope in used:
+            streams.out(f"--yes-scope {shlex.quote(scope)}\n")
+        return ExitCode.ANSWERED
+    for event in events:
+        text = json.dumps(to_record(event)) if flags.output is not OutputFormat.TEXT else \
+            progress_line(event, Loudness.VERBOSE) or answer_line(event)
+        streams.out(text + "\n" if text else "")
+    return ExitCode.ANSWERED
+
+
+def answer_line(event: Event) -> str:
+    if isinstance(event, SessionFinished):
+        return f"{event.outcome} (exit {event.exit_code}): " + on_one_line(event.answer or "")
+    return ""
 
 
 def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, state: State,
@@ -5024,6 +5264,7 @@ def build_app(outcome: list[ExitCode]) -> Any:
 
     add_run(app, outcome)
     add_resume(app, outcome)
+    add_check_and_show(app, outcome)
     return app
 
 
@@ -5093,24 +5334,57 @@ def add_resume(app: Any, outcome: list[ExitCode]) -> None:
         outcome.append(command(go_on, flags))
 
 
+def add_check_and_show(app: Any, outcome: list[ExitCode]) -> None:
+    """The commands that run nothing."""
+    from typer import Argument as argument
+    from typer import Option as option
+
+    @app.command("check")
+    def check_command(
+            call: str = argument(..., metavar="CALL", help="""'TOOL {"json": "arguments"}'; - reads it from stdin."""),
+            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest."),
+            yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="A grant, as for run."),
+            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
+            only: list[str] = option([], "--only", metavar="TOOL", help="As for run."),
+    ) -> None:
+        """Say what would be decided about a call, and why."""
+        flags = Flags(task=call, tools=tools, grants=tuple(yes_scope), output=output, only=tuple(only))
+        outcome.append(command(check_call, flags))
+
+    @app.command("show")
+    def show_command(
+            session: str = argument(..., metavar="SESSION", help="An id, its first characters, or a file."),
+            scopes: bool = option(False, "--scopes", help="The grants that its calls needed, ready to paste."),
+            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
+    ) -> None:
+        """Show a session."""
+        shown = Scopes.SHOWN if scopes else Scopes.HIDDEN
+        outcome.append(command(show_session, Flags(session=session, output=output, scopes=shown)))
+
+
 def loudness_of(quiet: bool, verbose: bool) -> Loudness:
     return Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL
 
 
-def command(act: Callable[[Flags, Streams, Interrupts], tuple[SessionFinished, AgentLoopError | None]],
-            flags: Flags) -> ExitCode:
-    """Carries out one command and reports its end: the one place where an error becomes words and a code."""
+def command(act: Callable[[Flags, Streams, Interrupts], Any], flags: Flags) -> ExitCode:
+    """Carries out one command and reports its end: the one place where an error becomes words and a code.
+
+    `act` returns its exit code, or the `session.finished` of a run with what ended it."""
     streams, interrupts = Streams(flags), Interrupts()
     interrupts.install()
     try:
-        finished, error = act(flags, streams, interrupts)
-        code = ExitCode(finished.exit_code)
-    except AgentLoopError as ended:
-        error, code = ended, ended.code
-        finish_unstarted(streams, error)
+        ended = act(flags, streams, interrupts)
+        finished, error = ended if isinstance(ended, tuple) else (None, None)
+        code = ExitCode(finished.exit_code) if finished else ended
+    except AgentLoopError as stopped:
+        error, code = stopped, stopped.code
+        if act in RUNS:
+            finish_unstarted(streams, error)
     except Exception as bug:  # the one place: it is still one session.finished, and the exit code says bug
-        error, code = AgentLoopError(f"{type(bug).__name__}: {bug}", "bug in agentloop", traceback_place(bug)), ExitCode.BUG
-        finish_unstarted(streams, error)
+        error = AgentLoopError(f"{type(bug).__name__}: {bug}", "bug in agentloop", traceback_place(bug))
+        code = error.code
+        if act in RUNS:
+            finish_unstarted(streams, error)
     streams.last_words(error)
     return code
 
@@ -5167,6 +5441,7 @@ def named_output(argv: Sequence[str]) -> OutputFormat:
 JOURNAL_VERSION = 1
 SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
 DATA_CAP = 4_000_000  # bytes
+RUNS = (start, go_on)  # the commands that always end in one session.finished
 SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds
 
 if __name__ == "__main__":

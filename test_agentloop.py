@@ -407,9 +407,7 @@ READS = {"whole": ({}, "1\n2\n3\n"), "from": ({"offset": 2}, "2\n3\n"), "some": 
 @pytest.mark.parametrize("arguments,text", READS.values(), ids=READS)
 def test_a_file_is_read_by_lines(tmp_path, arguments, text):
     (tmp_path / "f").write_text("1\n2\n3\n")
-    descriptor = os.open(tmp_path / "f", os.O_RDONLY)
-    assert agentloop.read_lines(descriptor, arguments).output.head.decode() == text
-    os.close(descriptor)
+    assert agentloop.read_lines(str(tmp_path / "f"), arguments).output.head.decode() == text
 
 
 def test_only_regular_files_are_read(tmp_path):
@@ -417,6 +415,15 @@ def test_only_regular_files_are_read(tmp_path):
     tool = agentloop.BUILTINS["read_file"].kind
     with pytest.raises(ToolError, match="not a regular file"):
         tool.run(Canonical("read_file", ScopeForm.PATH, str(tmp_path / "pipe")), {}, None)
+
+
+def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path):
+    (tmp_path / "f").write_text("old")
+    (tmp_path / "f").chmod(0o640)
+    (tmp_path / "other").hardlink_to(tmp_path / "f")
+    agentloop.write_content(str(tmp_path / "f"), {"content": "new"})
+    assert (tmp_path / "f").read_text() == "new" and (tmp_path / "other").read_text() == "old"
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640 and sorted(os.listdir(tmp_path)) == ["f", "other"]
 
 
 def test_a_tool_gets_the_allowlisted_environment_only():
