@@ -3188,12 +3188,12 @@ class ScriptModel:
 
     provider = "script"
 
-    def __init__(self, path: str):
-        self.name, self.endpoint, self.warnings = path, "", ()
+    def __init__(self, path: str, tokens: int):
+        self.name, self.endpoint, self.warnings, self.tokens = path, "", (), tokens
         self.lines = [line for line in read_file(path).split("\n") if line.strip()]
 
     def window(self) -> int:
-        return ASSUMED_WINDOW
+        return self.tokens
 
     def ask(self, request: Request, notice: Callable[[Event], None]) -> Reply:
         """The next reply of the script. Raises RunEnded (exit 11) at its end, ConfigError for a bad line."""
@@ -3671,7 +3671,11 @@ def without_comma(text: str) -> str:
 
 def python_literal(text: str) -> str:
     import ast
-    return json.dumps(ast.literal_eval(text.strip()))
+    tree = ast.parse(text.strip(), mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict) and len({ast.dump(key) for key in node.keys if key}) < len(node.keys):
+            raise ValueError("a repeated key")
+    return json.dumps(ast.literal_eval(tree))
 
 
 def escaped_controls(text: str) -> str:
@@ -3969,7 +3973,8 @@ def auth_headers(choice: ModelChoice, endpoint: str) -> dict[str, str]:
     """The headers of every request. Raises ConfigError where a key would go out in the clear."""
     parts = urllib.parse.urlsplit(endpoint)
     if choice.key and parts.scheme != "https" and not is_loopback(parts.hostname or ""):
-        raise ConfigError("a key is sent over TLS or to this machine only", endpoint, "use an https:// address")
+        raise ConfigError("a key is sent over TLS or to this machine only", f"{parts.scheme}://{parts.netloc}",
+                          "use an https:// address")
     bearer = {"authorization": f"Bearer {choice.key}"} if choice.key else {}
     return {**bearer, **choice.options.headers}
 
@@ -4066,7 +4071,7 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
 
 
 def open_script(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> ScriptModel:
-    return ScriptModel(choice.name)
+    return ScriptModel(choice.name, choice.options.context or ASSUMED_WINDOW)
 
 
 def demo_model(machine: Machine, streams: Streams) -> str:
@@ -4679,6 +4684,8 @@ def answer_phase(session: Session) -> Phase:
 def finish(session: Session, error: AgentLoopError | None) -> SessionFinished:
     """Emits and returns the one `session.finished` of this process."""
     state = session.state
+    if error and error.code in GOES_ON and not error.command and session.parts.way_on(state, ()):
+        error.mend += f"{'; ' if error.mend else ''}go on with: {session.parts.way_on(state, ())}"
     code = error.code if error else ExitCode.ANSWERED_DENIED if state.denied else ExitCode.ANSWERED
     kind = getattr(error, "kind", code.outcome)
     finished = SessionFinished(
@@ -4714,6 +4721,8 @@ def evidence_of(state: State) -> tuple[Evidence, ...]:
 MOST_CALLS = 64
 MOST_REPEATS = 5
 MOST_BROKEN = 3
+GOES_ON = frozenset((ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HANGUP, ExitCode.DEADLINE, ExitCode.ENDPOINT,
+                     ExitCode.BUSY, ExitCode.CREDENTIALS))  # ends after which the same command line goes on
 AT_ONCE = 16  # read-only calls that run at the same time
 DECISION_WORDS = {ToolStatus.DENIED: "denied", ToolStatus.ERROR: "error"}
 MOVED_TO_JSON = "calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)"
@@ -5190,7 +5199,11 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
 
 
 def way_on(flags: Flags, state: State, journal: Journal | NoJournal, more: Sequence[str]) -> str:
-    """The exact command that goes on with a stopped session: its grants, and those that were missing."""
+    """The exact command that goes on with a stopped session: its grants, and those that were missing.
+
+    Without a journal that is the whole run with these grants; "" where nothing is missing."""
+    if isinstance(journal, NoJournal) and not more:
+        return ""
     if isinstance(journal, NoJournal):
         return shlex.join([*program_name(), *sys.argv[1:], *(part for grant in more for part in ("--yes-scope", grant))])
     session = journal.path if flags.journal or "/" in flags.session else state.started.session

@@ -9,13 +9,14 @@ import ast
 import contextlib
 import dataclasses
 import dis
-import functools
-import io
+import fcntl
+import random
 import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ import typing
 from pathlib import Path
 
 import jsonschema
+import pexpect
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -52,14 +54,15 @@ settings.load_profile("agentloop")
 # ── The book ──
 
 
+TITLES = [(n, match[1]) for n, text in enumerate(SOURCE.split("\n"), 1) if (match := re.match(r"# ═══ \d+\. (\w+) ═", text))]
+
+
 def section_of(line: int) -> str:
     """The title of the section that a line of agentloop.py stands in."""
-    titles = [(n, match[1]) for n, text in enumerate(SOURCE.split("\n"), 1)
-              if (match := re.match(r"# ═══ \d+\. (\w+) ═", text))]
-    return next((title for n, title in reversed(titles) if n <= line), "")
+    return next((title for n, title in reversed(TITLES) if n <= line), "")
 
 
-SECTIONS = [match[1] for match in re.finditer(r"^# ═══ \d+\. (\w+) ═", SOURCE, re.M)]
+SECTIONS = [title for _, title in TITLES]
 CORE = ("Values", "Errors", "Data", "Events", "State", "Text", "Scopes", "Manifest", "Session")
 
 
@@ -430,3 +433,757 @@ def test_a_tool_gets_the_allowlisted_environment_only():
     env = agentloop.tool_environment({"PATH": "/bin", "OPENAI_API_KEY": "k", "LD_PRELOAD": "x", "KUBE": "y"}, ("KUBE",), "key1")
     assert env["PATH"] == "/bin" and env["KUBE"] == "y" and env["AGENTLOOP_CALL_KEY"] == "key1" and env["LC_ALL"] == "C.UTF-8"
     assert not {"OPENAI_API_KEY", "LD_PRELOAD"} & set(env)
+
+
+# ── 11. Manifest ──
+
+
+MANIFEST_ERRORS = {
+    "unknown-key": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls"]\nshell = true',
+                    "m.toml.tools.a: unknown key 'shell'"),
+    "unknown-kind": ('[tools.a]\nkind = "magic"', "m.toml: tools.a: kind 'magic' is none of command, shell, builtin"),
+    "key-of-another-kind": ('[tools.a]\nkind = "shell"\ndescription = "x"\nargv = ["ls"]\nparams.command = {type = "string"}',
+                            "m.toml: tools.a: a shell tool has no key 'argv'"),
+    "no-argv": ('[tools.a]\nkind = "command"\ndescription = "x"', "m.toml: tools.a.argv: a list of texts"),
+    "unused-parameter": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls"]\nparams.p = {type = "string"}',
+                         "m.toml: tools.a: no argv element uses the parameter 'p'"),
+    "no-parameter": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]', "'p' is a placeholder without a parameter"),
+    "program-from-the-model": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["{p}"]\nparams.p = {type = "string"}',
+                               "m.toml: tools.a.argv[0]: the program's name is fixed"),
+    "no-sandbox": ('[tools.a]\nkind = "shell"\ndescription = "x"\nsandbox = "s"\nparams.command = {type = "string"}',
+                   "m.toml: tools.a.sandbox: there is no [sandbox.s]"),
+    "no-description": ('[tools.a]\nkind = "command"\nargv = ["ls"]', "m.toml: tools.a: the key 'description' is missing"),
+    "bad-duration": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls"]\ntimeout = "soon"', "m.toml: tools.a.timeout: a duration"),
+    "bad-name": ('[tools."a b"]\nkind = "command"', "m.toml: tools.a b: a tool's name has letters"),
+    "unknown-builtin": ('[tools.eval]\nkind = "builtin"', "m.toml: tools.eval: 'eval' is none of calculate, now, read_file"),
+    "outside-reference": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nschema = {type = "object", '
+                          'properties = {p = {"$ref" = "http://x/y"}}}', "a $ref outside the schema"),
+    "no-toml": ("[tools", "m.toml: "),
+    "repeated-key": ('[tools.a]\nkind = "shell"\nkind = "shell"', "m.toml: "),
+}
+
+
+@pytest.mark.parametrize("text,message", MANIFEST_ERRORS.values(), ids=MANIFEST_ERRORS)
+def test_a_wrong_manifest_is_an_error_with_its_place(text, message):
+    with pytest.raises(ConfigError) as caught:
+        agentloop.build_registry(agentloop.parse_manifest(text, "m.toml"), lambda name: name)
+    assert message in str(caught.value)
+
+
+def registry_of(text: str) -> agentloop.Registry:
+    return agentloop.build_registry(agentloop.parse_manifest(text, "m.toml"), lambda name: f"/bin/{name}")
+
+
+def test_a_tool_whose_program_is_absent_is_left_out_but_may_be_granted():
+    text = '[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["no-such-program"]\n'
+    manifest = agentloop.parse_manifest(text, "m.toml")
+    registry = agentloop.build_registry(manifest, lambda name: None)
+    assert registry.specs == () and registry.warnings == ("the tool a is left out: 'no-such-program' is not on this machine",)
+    assert list(registry.forms) == ["a"]
+    with pytest.raises(ConfigError, match="the program 'no-such-program' is not on this machine"):
+        agentloop.build_registry(agentloop.parse_manifest(text + "required = true", "m.toml"), lambda name: None)
+
+
+def test_the_shipped_manifest_is_read_only_where_it_does_not_ask():
+    manifest = agentloop.parse_manifest((HERE / "tools.toml").read_text(), "tools.toml")
+    registry = agentloop.build_registry(manifest, lambda name: name)
+    assert 10 <= len(registry.tools) <= 20
+    assert [tool.name for tool in registry.tools.values() if tool.approval is agentloop.Approval.AUTO and not tool.readonly
+            and isinstance(tool.kind, (agentloop.Command, agentloop.Shell))] == []
+    assert registry.tools["run_shell"].approval is agentloop.Approval.ASK
+    assert all(len(tool.schema["properties"]) <= 5 and len(tool.description) > 10 for tool in registry.tools.values())
+
+
+PLAIN_TYPES = st.sampled_from(["string", "integer", "number", "boolean"])
+PLAIN_SCHEMAS = st.dictionaries(st.sampled_from("abc"), st.fixed_dictionaries(
+    {"type": PLAIN_TYPES}, optional={"minLength": st.integers(0, 3), "minimum": st.integers(-3, 3), "maximum": st.integers(0, 5),
+                                     "enum": st.lists(st.integers(-2, 2) | st.text(max_size=2), min_size=1, max_size=3)})).flatmap(
+    lambda properties: st.fixed_dictionaries({
+        "type": st.just("object"), "properties": st.just(properties), "additionalProperties": st.just(False),
+        "required": st.lists(st.sampled_from(sorted(properties) or ["a"]), unique=True) if properties else st.just([])}))
+
+
+@given(PLAIN_SCHEMAS, st.dictionaries(st.sampled_from("abcd"), st.none() | st.booleans() | st.integers(-4, 6) | st.floats(-4, 6)
+                                      | st.text(max_size=3) | st.just([]), max_size=4))
+@settings(max_examples=500)
+def test_a_plain_schema_is_judged_as_jsonschema_judges_it(schema, arguments):
+    assert agentloop.is_plain_schema(schema)
+    strict = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda checker, value: type(value) is int)
+    validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=strict)(schema)
+    assert agentloop.is_plainly_valid(schema, arguments) <= validator.is_valid(arguments)
+    assert (agentloop.argument_problem(schema, arguments) is None) == validator.is_valid(arguments)
+
+
+# ── The program itself ──
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a run of the real program ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def object(self) -> typing.Any:
+        return json.loads(self.stdout)
+
+    @property
+    def events(self) -> list[typing.Any]:
+        return [json.loads(line) for line in self.stdout.splitlines()]
+
+    @property
+    def way_on(self) -> list[str]:
+        """The words of the command that stderr's last line is, without the program itself."""
+        words = shlex.split(self.stderr.splitlines()[-1].rpartition("go on with: ")[2])
+        return words[words.index("resume"):]
+
+
+def program_environment(home: Path, **more: str) -> dict[str, str]:
+    """A clean environment with its own folders for state, configuration and cache."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "XDG_CACHE_HOME", "HOME") if name in os.environ}
+    return {**kept, "XDG_STATE_HOME": str(home / "state"), "XDG_CONFIG_HOME": str(home / "config"), **more}
+
+
+def agentloop_popen(home: Path, *words: str, environ: typing.Mapping[str, str] = types.MappingProxyType({}), **options):
+    return subprocess.Popen([sys.executable, str(HERE / "agentloop.py"), *words], cwd=home, text=True,
+                            env=program_environment(home, **environ), **options)
+
+
+def agentloop_run(home: Path, task: str, *words: str, command: str = "run", stdin: str | None = None,
+                  environ: typing.Mapping[str, str] = types.MappingProxyType({})) -> Ended:
+    """One run of the program; without `stdin` it has /dev/null."""
+    given = {"stdin": subprocess.DEVNULL} if stdin is None else {"stdin": subprocess.PIPE}
+    process = agentloop_popen(home, command, task, *words, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **given)
+    stdout, stderr = process.communicate(stdin, timeout=600)
+    return Ended(process.returncode, stdout, stderr)
+
+
+ARITHMETIC = """
+[tools.add]
+kind = "command"
+description = "Add two numbers."
+argv = ["sh", "-c", 'echo $(($1 + $2)) | tee -a added', "--", "{a}", "{b}"]
+params.a = { type = "integer" }
+params.b = { type = "integer" }
+
+[tools.multiply]
+kind = "command"
+description = "Multiply two numbers."
+argv = ["sh", "-c", 'echo $(($1 * $2))', "--", "{a}", "{b}"]
+params.a = { type = "integer" }
+params.b = { type = "integer" }
+
+[tools.run_shell]
+kind = "shell"
+description = "Run one shell command."
+timeout = "3s"
+params.command = { type = "string" }
+"""
+GRANTED = ("--yes-scope", "add", "--yes-scope", "multiply")
+
+
+def call(name: str, **arguments) -> dict:
+    return {"calls": [{"name": name, "arguments": arguments}]}
+
+
+TWELVE = [call("add", a=12, b=8), call("multiply", a=20, b=3), {"text": "The answer is 60."}]
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A folder with a manifest; `script(home, replies)` puts a script beside it."""
+    (tmp_path / "m.toml").write_text(ARITHMETIC)
+    return tmp_path
+
+
+def script(home: Path, *replies: dict) -> tuple[str, ...]:
+    """The flags that play these replies with the manifest of `home`."""
+    (home / "script.jsonl").write_text("".join(json.dumps(reply) + "\n" for reply in replies))
+    return ("-m", "script:script.jsonl", "-t", "m.toml")
+
+
+def added(home: Path) -> list[int]:
+    """What the tool `add` has left behind: the effects, seen from outside."""
+    return [int(line) for line in (home / "added").read_text().split()] if (home / "added").exists() else []
+
+
+def test_a_script_adds_and_multiplies(home):
+    assert agentloop_run(home, "(12+8)*3", *script(home, *TWELVE), *GRANTED, "-q") == Ended(0, "The answer is 60.\n", "")
+    assert added(home) == [20]
+
+
+WIRES = {"ollama": (Wire.OLLAMA, "ollama:m", "", "tool"), "openai": (Wire.OPENAI, "openai:m", "/v1", "tool")}
+
+
+@pytest.mark.parametrize("split", Split)
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("wire,spec,path,role", WIRES.values(), ids=WIRES)
+def test_both_wires_stream_or_not_give_the_answer_within_five_turns(home, wire, spec, path, role, stream, split):
+    (home / "m.toml").write_text(f"[model]\nstream = {stream}\n" + ARITHMETIC)
+    with fakeserver.serve(TWELVE[:2] + [{"text": "Es ist 60 — 六十."}], wire=wire, split=split) as server:
+        ended = agentloop_run(home, "(12+8)*3", "-m", spec, "--url", server.url + path, "-t", "m.toml", *GRANTED, "-q", "--max-turns", "5")
+    assert ended == Ended(0, "Es ist 60 — 六十.\n", "")
+    sent = [[message["content"] for message in seen["body"]["messages"] if message["role"] == role] for seen in server.requests]
+    assert sent == [[], ["20"], ["20", "60"]]
+    assert {seen["body"]["stream"] for seen in server.requests} == {stream == "true"}
+
+
+def test_a_model_that_never_stops_ends_at_the_limit_and_goes_on_under_a_higher_one(home):
+    flags = script(home, *[call("add", a=n, b=1) for n in range(1, 9)], {"text": "done"})
+    ended = agentloop_run(home, "add", *flags, *GRANTED, "-q", "--max-turns", "5")
+    assert (ended.code, ended.stdout) == (5, "") and added(home) == [2, 3, 4, 5]
+    command, session, *words = ended.way_on
+    assert words[-2:] == ["--max-turns", "10"]
+    assert agentloop_run(home, session, *words, "-q", command=command) == Ended(0, "done\n", "")
+    assert added(home) == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_model_that_repeats_itself_is_told_and_then_stopped(home):
+    with fakeserver.serve([call("add", a=1, b=1)] * 12, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "add", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q", "--calls", "native")
+    assert (ended.code, ended.stdout) == (6, "") and "the same call had the same result 5 times" in ended.stderr
+    choices = [seen["body"].get("tool_choice") for seen in server.requests]
+    assert choices.count("none") == 1 and "tools" not in server.requests[choices.index("none") + 1]["body"]
+    last = [message["content"] for message in server.requests[-1]["body"]["messages"] if message["role"] == "tool"]
+    assert last[0] == "2" and last[1].endswith("[You have this result already. Answer, or call another tool.]")
+
+
+BROKEN_CALLS = {
+    "unknown-tool": (call("divide", a=1, b=2), ["there is no tool 'divide'. The tools are: add, multiply, run_shell."]),
+    "extra-argument": (call("add", a=1, b=2, c=3), ["'c' was unexpected", "Its parameters: {", 'Example: {"a":1,"b":1}']),
+    "missing-argument": (call("add", a=1), ["'b' is a required property", "Example:"]),
+    "wrong-type": (call("add", a=[1], b=2), ["a: [1] is not of type 'integer'", "Example:"]),
+    "float-for-an-integer": (call("add", a=5.0, b=2), ["a: 5.0 is not of type 'integer'"]),
+    "no-json": ({"calls": [{"name": "add", "arguments": '{"a": 1, "b": '}]}, ["the arguments could not be read", "Example:"]),
+    "repeated-key": ({"calls": [{"name": "add", "arguments": '{"a": 1, "a": 2, "b": 3}'}]}, ["a repeated key"]),
+    "no-object": ({"calls": [{"name": "add", "arguments": "[1, 2]"}]}, ["an object is needed"]),
+}
+
+
+@pytest.mark.parametrize("reply,told", BROKEN_CALLS.values(), ids=BROKEN_CALLS)
+def test_a_broken_call_runs_nothing_and_the_model_is_told_how_it_should_look(home, reply, told):
+    with fakeserver.serve([reply, {"text": "sorry"}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "add", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q")
+    assert ended == Ended(0, "sorry\n", "") and added(home) == []
+    answer, = [message["content"] for message in server.requests[1]["body"]["messages"] if message["role"] == "tool"]
+    assert answer.startswith("error: ") and [words for words in told if words not in answer] == []
+
+
+def test_a_lossless_coercion_mends_a_wrong_type(home):
+    with fakeserver.serve([call("add", a="12", b=8), {"text": "20"}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "add", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q", "-o", "jsonl")
+    assert ended.code == 0 and added(home) == [20]
+    assert [made["repaired"] for event in ended.events if event["type"] == "model.replied" for made in event["calls"]] == [True]
+
+
+@pytest.mark.parametrize("mode,code", [("native", 9), ("auto", 0)])
+def test_a_spent_repair_budget_ends_the_run_or_moves_to_the_constrained_protocol(home, mode, code):
+    answer = {"text": json.dumps({"call": {"tool": "add", "arguments": {"a": 1, "b": 2}}})}
+    last = {"text": json.dumps({"evidence": "3", "answer": "It is 3."})}
+    with fakeserver.serve([call("add", a=1)] * 3 + [answer, last], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "add", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q", "--calls", mode)
+    assert (ended.code, ended.stdout) == (code, "It is 3.\n" if code == 0 else "")
+    assert ("response_format" in server.requests[-1]["body"]) == (mode == "auto")
+
+
+def test_a_server_without_tools_is_asked_with_the_constrained_protocol(home):
+    refusal = {"status": 400, "body": '{"error": "registry.ollama.ai/library/x:latest does not support tools"}'}
+    say = lambda **said: {"text": json.dumps(said)}
+    replies = [refusal, say(call={"tool": "add", "arguments": {"a": 1, "b": 2}}), say(evidence="3", answer="It is 3.")]
+    with fakeserver.serve(replies, wire=Wire.OLLAMA) as server:
+        ended = agentloop_run(home, "1+2?", "-m", "ollama:m", "--url", server.url, "-t", "m.toml", *GRANTED, "-o", "json", "-q")
+    assert ended.object["answer"] == "It is 3." and ended.object["evidence"] == [{"call": "c1", "line": 1, "text": "3"}]
+    schemas = [seen["body"].get("format") for seen in server.requests]
+    assert schemas[0] is None and {"properties": {"no_tool": {"const": True}}, "type": "object", "required": ["no_tool"],
+                                   "additionalProperties": False} in schemas[1]["anyOf"]
+    assert schemas[2]["anyOf"][-1]["properties"]["evidence"] == {"enum": ["3"]}
+
+
+def test_an_answer_without_evidence_is_told_off_at_most_twice(home):
+    say = lambda **said: {"text": json.dumps(said)}
+    replies = [say(call={"tool": "add", "arguments": {"a": 1, "b": 2}})] + [say(evidence="made up", answer="It is 4.")] * 3
+    with fakeserver.serve(replies, wire=Wire.OLLAMA) as server:
+        ended = agentloop_run(home, "1+2?", "-m", "ollama:m", "--url", server.url, "-t", "m.toml", *GRANTED, "-q", "--calls", "json")
+    assert ended == Ended(0, "It is 4.\n", "") and len(server.requests) == 4
+    assert server.requests[3]["body"]["messages"][-1]["content"].startswith("The evidence must be a line of a result")
+
+
+def test_a_text_call_is_recovered_and_marked(home):
+    text = 'I will add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    with fakeserver.serve([{"text": text}, {"text": "3"}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "1+2?", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q", "-o", "jsonl", "--calls", "native")
+    replied = next(event for event in ended.events if event["type"] == "model.replied")
+    assert added(home) == [3] and replied["calls"][0]["via"] == "text" and replied["text"] == "I will add."
+
+
+# ── Denials, outputs, ends ──
+
+
+def test_nobody_there_denies_and_says_the_command_that_goes_on(home):
+    ended = agentloop_run(home, "(12+8)*3", *script(home, *TWELVE), "--yes-scope", "add", "-q")
+    assert (ended.code, ended.stdout) == (3, "")
+    said, way_on = ended.stderr.splitlines()
+    assert said == "agentloop: denied: multiply: sh -c 'echo $(($1 * $2))' -- 20 3 (nobody is there to ask)"
+    command, session, *words = shlex.split(way_on)[2:]
+    assert words == ["--yes-scope", "add", "--yes-scope", "multiply:sh -c 'echo $(($1 * $2))' -- 20 3"]
+    assert agentloop_run(home, session, *words, "-q", command=command) == Ended(0, "The answer is 60.\n", "")
+    assert added(home) == [20]
+
+
+def test_a_denial_stops_the_whole_batch_before_any_call_runs(home):
+    batch = {"calls": [{"name": "add", "arguments": {"a": 1, "b": 1}}, {"name": "multiply", "arguments": {"a": 2, "b": 2}}]}
+    flags = script(home, batch, {"text": "done"})
+    ended = agentloop_run(home, "x", *flags, "--yes-scope", "add", "-o", "json", "-q")
+    assert ended.code == 3 and added(home) == []
+    assert ended.object["denied"] == [{"call": "c2", "name": "multiply", "scope": "multiply:sh -c 'echo $(($1 * $2))' -- 2 2",
+                                       "grant": "multiply:sh -c 'echo $(($1 * $2))' -- 2 2"}]
+    told = agentloop_run(home, "x", *flags, "--yes-scope", "add", "--on-deny", "tell", "-q")
+    assert told == Ended(4, "done\n", "") and added(home) == [2]
+
+
+def test_a_grant_of_exact_words_allows_these_words_alone(home):
+    flags = script(home, call("run_shell", command="echo  'a  b' >&2;:"), {"text": "no"})
+    assert agentloop_run(home, "x", *flags, "-q", "--yes-scope", "run_shell:echo a b").code == 3
+    flags = script(home, call("run_shell", command='touch   "a b"  c'), {"text": "yes"})
+    assert agentloop_run(home, "x", *flags, "-q", "--yes-scope", "run_shell:touch 'a b' c").code == 0
+    assert (home / "a b").exists() and (home / "c").exists()
+
+
+ENDS = {
+    "unknown-grant": (TWELVE, ("--yes-scope", "ad"), 2, "agentloop: grant 'ad': there is no tool 'ad'; write TOOL or TOOL:PATTERN, the name exactly"),
+    "unknown-flag": (TWELVE, ("--bogus",), 2, "agentloop: No such option: --bogus; see agentloop --help"),
+    "bad-duration": (TWELVE, ("--timeout", "soon"), 2, "agentloop: --timeout: a duration such as 90s, 10m or 2h is needed, not 'soon'"),
+    "no-such-file": (TWELVE, ("-f", "nothing"), 2, "agentloop: nothing: No such file or directory"),
+    "no-such-tool": (TWELVE, ("--only", "nothing"), 2, "agentloop: --only: no tool 'nothing'; there are: add, multiply, run_shell"),
+    "script-runs-out": (TWELVE[:2], GRANTED, 11, "agentloop: script.jsonl:3: the script has no further reply"),
+    "no-json-in-script": ([{"text": "x"}], ("-m", "script:m.toml"), 2, "agentloop: m.toml:1: not JSON: Expecting value: line 1 column 2 (char 1)"),
+    "empty-replies": ([{}, {}], (), 9, "agentloop: the model gave an empty reply twice"),
+    "window": ([{"text": "x"}], ("--system", "x" * 40_000), 7, None),
+    "nothing-listens": (TWELVE, ("-m", "ollama:m", "--url", "http://127.0.0.1:9"), 69, None),
+    "key-in-the-clear": (TWELVE, ("-m", "openai:m", "--url", "http://192.0.2.1/v1"), 2,
+                         "agentloop: http://192.0.2.1: a key is sent over TLS or to this machine only; use an https:// address"),
+    "deadline": ([call("run_shell", command="sleep 60")], ("--yes-scope", "run_shell", "--timeout", "0.5s"), 124,
+                 None),
+}
+
+
+@pytest.mark.parametrize("output", ["text", "json", "jsonl"])
+@pytest.mark.parametrize("replies,flags,code,last", ENDS.values(), ids=ENDS)
+def test_every_end_has_its_code_a_clean_stdout_and_one_line(home, replies, flags, code, last, output):
+    ended = agentloop_run(home, "x", *script(home, *replies), "-q", "-o", output, *flags, environ={"AGENTLOOP_API_KEY": "key-key-key"})
+    assert ended.code == code
+    assert len(ended.stderr.splitlines()) == 1 and (last is None or ended.stderr == last + "\n")
+    if output == "text":
+        assert ended.stdout == ""
+    else:
+        finished = ended.events[-1]
+        assert finished["exit_code"] == code and finished["outcome"] == ExitCode(code).outcome and finished["answer"] is None
+        assert [event for event in ended.events if event.get("type") == "session.finished"] == ([finished] if output == "jsonl" else [])
+
+
+HTTP_ENDS = {"401": (401, 77), "403-empty": (403, 77), "404": (404, 69), "400": (400, 69), "413": (413, 7), "429-long": (429, 75)}
+
+
+@pytest.mark.parametrize("status,code", HTTP_ENDS.values(), ids=HTTP_ENDS)
+def test_a_refusal_of_the_server_has_its_exit_code(home, status, code):
+    refusal = {"status": status, "headers": {"Retry-After": "3600"}, "body": "" if status == 403 else '{"error": {"message": "because"}}'}
+    with fakeserver.serve([refusal] * 9, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+    said = "no message" if status == 403 else "because"
+    assert (ended.code, ended.stdout) == (code, "") and len(server.requests) == 1
+    assert re.fullmatch(rf"agentloop: model: status {status}: {said}(; go on with: .*)?\n", ended.stderr)
+
+
+def test_a_cut_reply_runs_nothing_and_is_asked_for_again(home):
+    cut = call("add", a=1, b=1) | {"cut": True}
+    with fakeserver.serve([cut, call("add", a=2, b=2), {"text": "4"}], wire=Wire.OLLAMA) as server:
+        ended = agentloop_run(home, "x", "-m", "ollama:m", "--url", server.url, "-t", "m.toml", *GRANTED, "-q")
+    assert ended == Ended(0, "4\n", "") and added(home) == [4]
+
+
+def test_a_server_that_trickles_for_ever_does_not_outlast_the_deadline(home):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def trickle():
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                for byte in b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1000:
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.1)
+        threading.Thread(target=trickle, daemon=True).start()
+        began = time.monotonic()
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}/v1", "--context", "8192",
+                              "-t", "m.toml", "-q", "--timeout", "1s")
+    assert (ended.code, ended.stdout) == (124, "") and time.monotonic() - began < 4
+
+
+SIGNALS = {"SIGINT": (signal.SIGINT, 130), "SIGTERM": (signal.SIGTERM, 143), "SIGHUP": (signal.SIGHUP, 129)}
+
+
+@pytest.mark.parametrize("number,code", SIGNALS.values(), ids=SIGNALS)
+def test_a_signal_ends_the_tool_and_leaves_a_session_that_goes_on(home, number, code):
+    marker = str(200_000 + os.getpid())
+    flags = script(home, call("add", a=1, b=1), call("run_shell", command=f"touch there; exec sleep {marker}"), {"text": "done"})
+    (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
+    process = agentloop_popen(home, "run", "x", *flags, "--yes-scope", "add", "--yes-scope", "run_shell", "-q",
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: (home / "there").exists())
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=5)
+    assert (process.returncode, stdout) == (code, "") and stderr.startswith(f"agentloop: stopped by {number.name}; go on with: ")
+    assert subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout == b""
+    command, session, *words = Ended(code, stdout, stderr).way_on
+    assert agentloop_run(home, session, *words, "-q", command=command) == Ended(0, "done\n", "")
+    assert added(home) == [2]
+
+
+def wait_for(holds: typing.Callable[[], bool], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(home):
+    flags = script(home, *TWELVE)
+    process = agentloop_popen(home, "run", "x", *flags, *GRANTED, "-o", "jsonl", stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == 141 and not [line for line in stderr.splitlines() if not line.startswith("agentloop: ")]
+
+
+def test_stdin_is_data_that_no_data_can_leave(home):
+    with fakeserver.serve([{"text": "ok"}], wire=Wire.OPENAI) as server:
+        flags = ("-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+        assert agentloop_run(home, "what broke?", *flags, stdin="line 1\n```\nline 2\n").code == 0
+    opening = server.requests[0]["body"]["messages"][1]["content"]
+    assert re.fullmatch(r"what broke\?\n\nData from stdin:\n```([0-9a-f]{16})\nline 1\n```\nline 2\n\n```\1", opening)
+
+
+def test_stdin_can_be_the_task_or_nothing(home):
+    with fakeserver.serve([{"text": "ok"}] * 2, wire=Wire.OPENAI) as server:
+        flags = ("-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+        assert agentloop_run(home, "-", *flags, stdin="do it\n").code == 0
+        assert agentloop_run(home, "task", *flags, "--stdin", "none", stdin="ignored").code == 0
+    assert [seen["body"]["messages"][1]["content"] for seen in server.requests] == ["do it", "task"]
+
+
+def test_a_pipe_that_stays_silent_is_named_once(home):
+    process = agentloop_popen(home, "run", "x", *script(home, {"text": "ok"}), "-q", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE)
+    time.sleep(2.5)
+    assert process.communicate("", timeout=20) == ("ok\n", "agentloop: waiting for data on stdin; if none will come, say --stdin none\n")
+
+
+def test_no_secret_is_written_shown_or_sent(home):
+    secret = "s3cr3t-value-of-a-service"
+    flags = ("--yes-scope", "run_shell", "--on-deny", "tell")
+    (home / "m.toml").write_text(ARITHMETIC + 'env = ["SERVICE_TOKEN"]\n')
+    replies = [call("run_shell", command="echo $SERVICE_TOKEN"), call("run_shell", command=f"echo {secret} >leaked"), {"text": f"It is {secret}."}]
+    with fakeserver.serve(replies, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *flags,
+                              environ={"SERVICE_TOKEN": secret, "AGENTLOOP_API_KEY": "the-key-of-the-model"})
+    everything = ended.stdout + ended.stderr + json.dumps([seen["body"] for seen in server.requests])
+    everything += "".join(path.read_text() for path in (home / "state").rglob("*") if path.is_file())
+    assert ended.code == 0 and "It is [masked secret]." in ended.stdout and not (home / "leaked").exists()
+    assert secret not in everything and "the-key-of-the-model" not in everything
+    assert server.requests[0]["headers"]["authorization"] == "Bearer the-key-of-the-model"
+
+
+# ── Crashes ──
+
+
+def journal_of(home: Path) -> Path:
+    return next((home / "state" / "agentloop" / "sessions").iterdir())
+
+
+CRASHED = [call("add", a=1, b=1), {"calls": [{"name": "add", "arguments": {"a": n, "b": 10}} for n in (1, 2)]}, call("add", a=2, b=2), {"text": "done"}]
+
+
+def test_a_journal_cut_at_any_record_resumes_to_every_effect_exactly_once(home):
+    assert agentloop_run(home, "x", *script(home, *CRASHED), *GRANTED, "-q").code == 0
+    effects, journal = added(home), journal_of(home)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert effects == [2, 11, 12, 4]
+    for count in range(1, len(lines)):
+        kept = [json.loads(line)["type"] for line in lines[:count]]
+        done, in_flight = kept.count("tool.finished"), kept.count("tool.started") > kept.count("tool.finished")
+        journal.write_bytes(b"".join(lines[:count]) + b'{"seq": 99, "torn')
+        (home / "added").write_text("".join(f"{n}\n" for n in effects[:done]))
+        code = agentloop_run(home, str(journal), *GRANTED, "-q", command="resume").code
+        assert code == (10 if in_flight else 0), (count, kept)
+        assert added(home) == (effects[:done] if in_flight else effects), (count, kept)
+
+
+@pytest.mark.parametrize("seeds", [pytest.param(range(20), id="20-seeds"), pytest.param(range(20, 200), id="200-seeds", marks=pytest.mark.slow)])
+def test_killed_at_any_instant_no_effect_happens_twice_or_is_lost(home, seeds):
+    (home / "m.toml").write_text(ARITHMETIC.replace("| tee -a added", "| tee -a added; sleep 0.02"))
+    flags = script(home, *CRASHED)
+    uncertain = 0
+    for seed in seeds:
+        for left in ("added", "state/agentloop/sessions"):
+            subprocess.run(["rm", "-rf", home / left], check=True)
+        process = agentloop_popen(home, "run", "x", *flags, *GRANTED, "-q", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(0.1 + random.Random(seed).random() * 0.7)
+        process.kill()
+        process.wait()
+        if not (home / "state" / "agentloop" / "sessions").exists():
+            continue  # it had not begun
+        code = agentloop_run(home, str(journal_of(home)), *GRANTED, "-q", command="resume").code
+        if code == 10:
+            uncertain += 1
+            assert len(added(home)) == len(set(added(home))) and set(added(home)) <= {2, 11, 12, 4}
+        else:
+            assert (code, added(home)) == (0, [2, 11, 12, 4]), seed
+    assert uncertain <= len(seeds) // 2
+
+
+def test_one_process_at_a_time_has_a_session(home):
+    ended = agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q", "--journal", "j.jsonl", "--max-turns", "1")
+    assert ended.code == 5
+    with open(home / "j.jsonl") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        assert agentloop_run(home, "./j.jsonl", "-q", command="resume").code == 75
+
+
+def test_a_damaged_journal_is_named_by_its_line(home):
+    agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q", "--journal", "j.jsonl", "--max-turns", "1")
+    lines = (home / "j.jsonl").read_text().splitlines(keepends=True)
+    (home / "j.jsonl").write_text("".join([lines[0], "\0\0\0\n", *lines[1:]]))
+    ended = agentloop_run(home, "./j.jsonl", "-q", command="resume")
+    assert ended == Ended(2, "", "agentloop: ./j.jsonl:2: this line is no record; the journal is damaged there\n")
+
+
+def test_a_full_disk_is_an_error_and_no_effect_goes_without_its_record(home):
+    limited = ["bash", "-c", 'ulimit -f 3; trap "" XFSZ; exec "$@"', "bash", sys.executable, str(HERE / "agentloop.py")]
+    flags = script(home, *[call("add", a=n, b=1) for n in range(30)])
+    ended = subprocess.run([*limited, "run", "x", *flags, *GRANTED, "-q", "--max-turns", "30"], cwd=home, env=program_environment(home),
+                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert ended.returncode == 2 and "the journal cannot be written: " in ended.stderr and ended.stdout == ""
+    records = [json.loads(line) for line in journal_of(home).read_text().splitlines()]
+    assert len(added(home)) <= sum(record["type"] == "tool.started" for record in records)
+
+
+def test_a_state_folder_that_cannot_be_written_is_said_before_the_model_is_asked(home):
+    (home / "state").write_text("a file where the folder should be")
+    with fakeserver.serve([{"text": "x"}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+    assert ended.code == 2 and "--journal none" in ended.stderr and server.requests == []
+
+
+def test_a_finished_session_prints_its_answer_and_asks_nothing(home):
+    agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q")
+    (home / "script.jsonl").unlink()
+    assert agentloop_run(home, str(journal_of(home)), "-q", command="resume") == Ended(0, "The answer is 60.\n", "")
+
+
+def test_a_changed_manifest_is_refused_unless_it_is_named_again(home):
+    agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q", "--max-turns", "1")
+    (home / "m.toml").write_text(ARITHMETIC + "\n# changed\n")
+    ended = agentloop_run(home, str(journal_of(home)), *GRANTED, "-q", "--max-turns", "9", command="resume")
+    assert ended.code == 2 and "the manifest has changed since the session started" in ended.stderr
+    assert agentloop_run(home, str(journal_of(home)), *GRANTED, "-q", "--max-turns", "9", "-t", "m.toml", command="resume").code == 0
+
+
+def test_a_manifest_that_others_can_write_is_refused(home):
+    (home / "m.toml").chmod(0o666)
+    ended = agentloop_run(home, "x", *script(home, *TWELVE), "-q")
+    assert (ended.code, ended.stderr) == (2, "agentloop: m.toml: others can write it, so it cannot be trusted; chmod go-w it\n")
+
+
+# ── A person at the terminal ──
+
+
+def terminal(home: Path, *words: str):
+    """The program on a real terminal of 80 columns."""
+    return pexpect.spawn(sys.executable, [str(HERE / "agentloop.py"), "run", "x", *words], cwd=str(home), encoding="utf-8",
+                         env=program_environment(home, TERM="xterm"), timeout=20, dimensions=(24, 80), echo=False)
+
+
+BATCH = {"calls": [{"name": "add", "arguments": {"a": 1, "b": n}} for n in (1, 2, 3)]}
+ANSWERS = {"yes": ("y", [2, 3, 4], 0), "some": ("1,3", [2, 4], 4), "no": ("n not today", [], 4), "anything": ("sure", [], 4),
+           "always": ("always", [2, 3, 4, 2, 3, 4], 0)}
+
+
+@pytest.mark.parametrize("typed,effects,code", ANSWERS.values(), ids=ANSWERS)
+def test_one_question_decides_a_whole_batch(home, typed, effects, code):
+    replies = [BATCH, BATCH] if typed == "always" else [BATCH]
+    program = terminal(home, *script(home, *replies, {"text": "the end"}))
+    program.expect(r"wants to run 3 calls in .*\r\n  1  add \(argv\)  sh -c .* -- 1 1\r\n")
+    program.expect("> ")
+    program.sendline(typed)
+    program.expect("the end")
+    program.wait()
+    assert (added(home), program.exitstatus) == (effects, code)
+
+
+def test_the_reason_of_a_no_reaches_the_model(home):
+    with fakeserver.serve([call("add", a=1, b=1), {"text": "the end"}], wire=Wire.OPENAI) as server:
+        program = terminal(home, "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml")
+        program.expect("> ")
+        program.sendline("n not today")
+        program.expect("the end")
+        program.wait()
+    assert server.requests[1]["body"]["messages"][-1]["content"] == "denied: the user said no: not today"
+
+
+def test_what_was_typed_before_the_question_is_no_answer(home):
+    (home / "m.toml").write_text(ARITHMETIC)
+    program = terminal(home, *script(home, call("run_shell", command="true"), call("add", a=1, b=1), {"text": "the end"}), "--yes-scope", "run_shell")
+    program.sendline("y")
+    program.expect("> ")
+    with pytest.raises(pexpect.TIMEOUT):
+        program.expect("the end", timeout=1)
+    program.sendline("n")
+    program.expect("the end")
+    assert added(home) == []
+
+
+def test_a_hostile_call_hides_nothing_and_moves_no_cursor(home):
+    hostile = "echo \x1b[2J\x1b[1A\u202e\u200b" + " " * 2000 + "; rm -rf x" + "A" * 100_000
+    program = terminal(home, *script(home, call("run_shell", command=hostile), {"text": "the end"}), "--context", "200000")
+    program.expect("> ")
+    shown = program.before
+    program.sendline("v1")
+    program.expect(r"page 1 of \d+")
+    shown += program.before
+    program.sendline("n")
+    program.expect("the end")
+    asked = shown[shown.index("wants to run"):]
+    assert "\x1b" not in asked and "\u202e" not in asked and "\u200b" not in asked
+    assert r"echo \u{1b}[2J\u{1b}[1A\u{202e}\u{200b}␠×2000; rm -rf x" in asked.replace("\r\n", "")
+    assert re.search(r"100,\d\d\d bytes, SHA-256 [0-9a-f]{64}", asked)
+
+
+def test_a_host_program_answers_over_stdio(home):
+    process = agentloop_popen(home, "run", "x", *script(home, BATCH, {"text": "the end"}), "--approve", "stdio", "-o", "jsonl", "-q",
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in process.stdout:
+        event = json.loads(line)
+        if event["type"] == "approval.requested":
+            assert [asked["call"] for asked in event["calls"]] == ["c1", "c2", "c3"] and event["calls"][0]["tool"] == "add"
+            answers = [{"call": "c1", "decision": "allow"}, {"call": "c2", "decision": "deny", "reason": "no"}]
+            print(json.dumps({"type": "approval.answered", "answers": answers}), file=process.stdin, flush=True)
+    process.stdin.close()
+    assert (process.wait(20), event["exit_code"], added(home)) == (4, 4, [2])
+    process.stdout.close()
+    process.stderr.close()
+
+
+# ── Size ──
+
+
+def peak_memory(home: Path, size: int) -> tuple[int, Ended]:
+    """The peak memory (KiB) of a run whose tool writes `size` bytes, and how the run ended."""
+    command = f"head -c {size} /dev/zero | tr '\\0' x | fold -w 127"
+    flags = script(home, call("run_shell", command=command), {"text": "done"})
+    (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"120s"'))
+    process = agentloop_popen(home, "run", "x", *flags, "--yes-scope", "run_shell", "-o", "jsonl", "-q", stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    stdout = process.stdout.read()
+    process.stdout.close()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss, Ended(process.returncode, stdout, "")
+
+
+@pytest.mark.slow
+def test_a_tool_that_writes_a_gibibyte_costs_no_memory_and_is_counted_to_the_byte(home):
+    small, _ = peak_memory(home, 1024)
+    large, ended = peak_memory(home, 1 << 30)
+    finished = next(event for event in ended.events if event["type"] == "tool.finished")
+    lines = [line for line in finished["output"].split("\n") if line and not line.startswith("[…")]
+    assert ended.code == 0 and large - small < 32 * 1024
+    assert finished["omitted"]["lines"] == -(-(1 << 30) // 127) - len(lines)
+    assert set(lines[:-1]) == {"x" * 127} and lines[-1] == "x" * ((1 << 30) % 127)
+    assert len(finished["output"]) <= 16_000
+
+
+@pytest.mark.slow
+def test_a_pipe_that_stays_silent_for_a_minute_ends_the_run(home):
+    process = agentloop_popen(home, "run", "x", *script(home, {"text": "ok"}), "-q", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.wait(75) == 2
+    process.communicate()
+
+
+# ── The demo model, for real ──
+
+
+def mebibytes(answer: str) -> list[float]:
+    """Every amount of memory in an answer, in MiB."""
+    units = {"gib": 1024, "gb": 953.674, "g": 1024, "mib": 1, "mb": 0.953674, "m": 1, "kib": 1 / 1024, "kb": 1 / 1024}
+    return [float(number.replace(",", "")) * units[unit.lower()]
+            for number, unit in re.findall(r"([\d,]+(?:\.\d+)?) ?(GiB|GB|G|MiB|MB|M|KiB|kB|KB)\b", answer)]
+
+
+def meminfo(key: str) -> float:
+    """MiB of one line of /proc/meminfo."""
+    return int(re.search(rf"^{key}: +(\d+)", Path("/proc/meminfo").read_text(), re.M)[1]) / 1024
+
+
+def near_free_memory(answer: str) -> bool:
+    """Whether the answer says what is free now; the model itself came and went meanwhile."""
+    return any(abs(amount - meminfo(key)) < 3500 for amount in mebibytes(answer) for key in ("MemAvailable", "MemFree"))
+
+
+def root_percent() -> int:
+    return int(re.search(r"(\d+)%", subprocess.run(["df", "-P", "/"], capture_output=True, text=True).stdout)[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class RealTask:
+    """A task for the demo model, the grants it is run with, and what its answer must hold."""
+
+    task: str
+    holds: typing.Callable[[str], bool]
+    grants: tuple[str, ...] = ()
+
+
+def real_tasks(port: int) -> dict[str, RealTask]:
+    """The ten tasks; the test itself listens on `port` and holds the most memory."""
+    number = lambda value: lambda answer: re.search(rf"(?<![\d.]){re.escape(str(value))}(?![\d.]*\d)", answer) is not None
+    return {
+        "free-memory": RealTask("How much memory is free on this machine?", near_free_memory),
+        "root": RealTask("How full is the file system / (in percent)?", number(root_percent())),
+        "load": RealTask("What is the load average of this machine?", lambda answer: len(re.findall(r"\d+\.\d\d", answer)) >= 1),
+        "cpus": RealTask("How many CPUs does this machine have?", number(os.cpu_count())),
+        "port": RealTask(f"Which process listens on port {port}?", lambda answer: "python" in answer.lower() or str(os.getpid()) in answer),
+        "hostname": RealTask("Which host name stands in /etc/hostname?",
+                             lambda answer: Path("/etc/hostname").read_text().strip() in answer, ("read_file:/etc/hostname",)),
+        "most-memory": RealTask("Which process uses the most memory?", lambda answer: "hoarder" in answer),
+        "shell": RealTask("Compute 17*23 with the shell.", number(391), ("run_shell",)),
+        "swap": RealTask("Is swap in use on this machine?", lambda answer: re.search(r"\b(no|not)\b", answer.lower()) is not None
+                         if meminfo("SwapTotal") == meminfo("SwapFree") else "yes" in answer.lower()),
+        "chinese": RealTask("现在这台机器还有多少空闲内存?", near_free_memory),
+    }
+
+
+@pytest.fixture
+def hoarder(tmp_path):
+    """A process that holds more memory than any other here, with a name to find it by."""
+    program = tmp_path / "hoarder"
+    program.write_text("#!/usr/bin/env python3\nimport sys, time\nheld = b'x' * 3_000_000_000\nprint('ready', flush=True)\ntime.sleep(3600)\n")
+    program.chmod(0o755)
+    process = subprocess.Popen([program], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.real
+def test_the_demo_model_answers_nine_of_ten_administrators_tasks(tmp_path, hoarder):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        failed = {}
+        for name, task in real_tasks(listener.getsockname()[1]).items():
+            began = time.monotonic()
+            ended = agentloop_run(tmp_path, task.task, "-m", "gguf:demo", "-t", str(HERE / "tools.toml"), "--timeout", "5m",
+                                  *(word for grant in task.grants for word in ("--yes-scope", grant)))
+            good = ended.code == 0 and task.holds(ended.stdout)
+            print(f"{'ok  ' if good else 'FAIL'} {name}: exit {ended.code} in {time.monotonic() - began:.0f} s: {ended.stdout.strip()}")
+            if not good:
+                failed[name] = (ended.code, ended.stdout, ended.stderr)
+    assert len(failed) <= 1, failed
