@@ -1646,7 +1646,7 @@ class Capture:
     def feed(self, chunk: bytes) -> None:
         self.total_bytes += len(chunk)
         self.newlines += chunk.count(b"\n")
-        self.last = chunk[-1:]
+        self.last = chunk[-1:] or self.last
         room = self.KEEP - len(self.head)
         self.head += chunk[:room]
         if len(chunk) > room:
