@@ -315,13 +315,12 @@ def decode_value(hint: Any, value: JSON, where: str) -> Any:
 
 def encode(value: Any) -> JSON:
     """The JSON value of a dataclass, enum, tuple or mapping: what `decode` reads back."""
-    if isinstance(value, (str, int, float)) or value is None:
-        return value
-    if isinstance(value, (tuple, list)):
-        return [encode(item) for item in value]
-    if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
-    return {name: encode(getattr(value, name)) for name in value.__dataclass_fields__}
+    return json.loads(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """A value, dataclasses in it included, as one line of ASCII JSON; fields keep their order."""
+    return json.dumps(value, default=vars)
 
 
 @functools.cache
@@ -417,13 +416,13 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def compact(value: JSON) -> str:
+def compact(value: Any) -> str:
     """Canonical JSON: sorted keys, no blanks, ASCII. Equal values have equal text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=vars)
 
 
-def digest(value: JSON) -> str:
-    """The SHA-256 of a JSON value, in hexadecimal."""
+def digest(value: Any) -> str:
+    """The SHA-256 of a value's canonical JSON, in hexadecimal."""
     return hashlib.sha256(compact(value).encode()).hexdigest()
 
 
@@ -723,8 +722,8 @@ Event = Any  # an instance of one of EVENTS or NOTICES
 
 
 def to_record(event: Event) -> dict[str, JSON]:
-    """The one line of an event, in the journal and in `-o jsonl`: `type` first."""
-    return {"type": EVENT_NAMES[type(event)], **encode(event)}
+    """The one record of an event, in the journal and in `-o jsonl`: `type` first. `to_json` writes it."""
+    return {"type": EVENT_NAMES[type(event)], **vars(event)}
 
 
 def from_record(record: JSON, where: str) -> Event:
@@ -852,7 +851,8 @@ def apply_result(state: State, event: ToolFinished) -> State:
     call = next(call for call in state.batch if call.id == event.call)
     sign, result = signature(call), digest([event.status, event.output])
     before = state.repeats.get(sign, Repeat("", 0))
-    repeat = Repeat(result, before.count + 1 if before.result == result else 1)
+    twins = sum(1 for other in state.batch if other.id in state.results and signature(other) == sign)
+    repeat = Repeat(result, before.count + (not twins) if before.result == result else 1)  # a batch counts once
     decided, effects, denied = state.decided[event.call], state.effects, state.denied
     if event.call in state.begun:
         effects = {**effects, decided.digest: effects.get(decided.digest, 0) + 1}
@@ -1040,8 +1040,10 @@ class Mask:
             return {self.text(key): self.value(item) for key, item in value.items()}
         return value
 
-    def holds(self, value: JSON) -> bool:
-        return self.value(value) != value
+    def hides(self, value: Any) -> bool:
+        """Whether a value holds a secret, dataclasses in it included."""
+        return bool(self.secrets) and any(json.dumps(secret)[1:-1] in text for text in [to_json(value)]
+                                          for secret in self.secrets)
 
 
 def secrets_of(environment: Mapping[str, str], named: Iterable[str]) -> Mask:
@@ -1594,16 +1596,48 @@ class Interrupts:
             raise self.pending
 
 
-class Stop:
-    """Tells every running process of this session to end: a pipe whose closing wakes all who watch it."""
+class Processes:
+    """The running process groups of a session. They end together: at `stop()`, or when agentloop is killed.
+
+    For the latter a shell of its own session reads which groups live, and ends them when its pipe closes: no
+    signal can be missed that way, and grandchildren end too."""
 
     def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
+        self.stopped, self.stopper = os.pipe()  # the closing of one end wakes all who watch the other
+        self.groups: set[int] = set()
+        self.guard: Any = None
+        self.lock = threading.Lock()
 
-    def set(self) -> None:
-        if self.writer >= 0:
-            os.close(self.writer)
-            self.writer = -1
+    def stop(self) -> None:
+        if self.stopper >= 0:
+            os.close(self.stopper)
+            self.stopper = -1
+
+    def prepare(self) -> None:
+        """Starts the guard, so that it is there before the first group is."""
+        with self.lock:
+            if self.guard is None:
+                self.guard = subprocess.Popen(
+                    ("/bin/sh", "-c", GUARD), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0, cwd="/", env={})
+
+    def began(self, group: int) -> None:
+        with self.lock:
+            self.groups.add(group)
+            self.tell()
+
+    def ended(self, group: int) -> None:
+        with self.lock:
+            self.groups.discard(group)
+            if self.guard is not None:
+                self.tell()
+
+    def tell(self) -> None:
+        """Gives the guard the list of the groups that live."""
+        try:
+            self.guard.stdin.write(" ".join(map(str, self.groups)).encode() + b"\n")
+        except BrokenPipeError:  # somebody ended the guard; the next call starts another
+            self.guard = None
 
 
 class ProcessEnd(StrEnum):
@@ -1663,39 +1697,42 @@ class Capture:
         return Captured(bytes(self.head), tail, self.total_bytes, lines)
 
 
-def spawn(program: Program, timeout: float, stop: Stop, on_start: Callable[[int, str], None]) -> Finished:
-    """Runs a program to its end, or to `timeout` seconds, or to `stop`; its whole process group ends with it.
+def spawn(program: Program, timeout: float, processes: Processes, on_start: Callable[[int, str], None]) -> Finished:
+    """Runs a program to its end, to `timeout` seconds, or until all are stopped; its whole group ends with it.
 
     `on_start` gets the process group and its start time. Raises ToolError when it cannot be started."""
+    processes.prepare()
     try:
         process = subprocess.Popen(
-            (*parent_death_prefix(), *program.argv), env=dict(program.environment), cwd=program.cwd, bufsize=0,
+            program.argv, env=dict(program.environment), cwd=program.cwd, bufsize=0,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     except OSError as error:
         raise ToolError(f"cannot start {program.argv[0]}: {error.strerror}") from error
     capture = Capture()
     try:
-        on_start(process.pid, start_time(process.pid))
-        end = drain(process, capture, timeout, stop)
+        processes.began(process.pid)
+        on_start(process.pid, f"{time.clock_gettime(BOOT_CLOCK):.2f}")
+        end = drain(process, capture, timeout, processes.stopped)
     finally:
         end_group(process)
+        processes.ended(process.pid)
         process.stdout.close()
     return Finished(end, process.returncode, capture.captured())
 
 
-def drain(process: subprocess.Popen, capture: Capture, timeout: float, stop: Stop) -> ProcessEnd:
+def drain(process: subprocess.Popen, capture: Capture, timeout: float, stopped: int) -> ProcessEnd:
     """Reads until the process has exited and its output ended, or a short grace after its exit:
     a grandchild may hold the pipe for ever."""
     until, after = time.monotonic() + timeout, ProcessEnd.TIMED_OUT
     with selectors.DefaultSelector() as selector, exit_descriptor(process) as exited:
-        for watched in (process.stdout.fileno(), exited, stop.reader):
+        for watched in (process.stdout.fileno(), exited, stopped):
             selector.register(watched, selectors.EVENT_READ)
         while len(selector.get_map()) > 1:
             left = until - time.monotonic()
             ready = [key.fd for key, _ in selector.select(left)] if left > 0 else []
             if not ready:
                 return after
-            if stop.reader in ready:
+            if stopped in ready:
                 return ProcessEnd.STOPPED
             if exited in ready:
                 selector.unregister(exited)
@@ -1749,28 +1786,16 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
-def start_time(pid: int) -> str:
-    """When a process started, as the kernel counts it; with the id it names one process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        return ""
-
-
 def end_orphan(group: int, started: str) -> None:
-    """Ends a process group that outlived the agentloop that started it, if it is still the same one."""
-    if started and start_time(group) == started:
+    """Ends a process group that outlived the agentloop that started it, if it is still the same one: its leader
+    started, by the kernel's count, when that agentloop says it did (seconds since the machine's start)."""
+    try:
+        with open(f"/proc/{group}/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:  # it is gone, or this system does not tell
+        return
+    if abs(ticks / os.sysconf("SC_CLK_TCK") - float(started)) < 2:
         signal_group(group, signal.SIGKILL)
-
-
-@functools.cache
-def parent_death_prefix() -> tuple[str, ...]:
-    """Argv in front of every tool that ends it when agentloop dies, where util-linux is there to say so."""
-    setpriv = shutil.which("setpriv", path="/usr/bin:/bin")
-    if setpriv is None or os.path.basename(os.path.realpath(setpriv)) != "setpriv":
-        return ()
-    return (setpriv, "--pdeathsig", "KILL")
 
 
 @dataclass(frozen=True)
@@ -2007,6 +2032,9 @@ INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode
                    signal.SIGHUP: ExitCode.HANGUP}
 PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited
 TERM_GRACE = 0.5  # seconds between TERM and KILL
+BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # counts from the start of the machine
+GUARD = """trap '' INT TERM HUP; while read -r line; do groups=$line; done
+for group in $groups; do kill -KILL "-$group"; done"""
 
 
 # ═══ 10. Tools ══════════════════════════════════════════════════════════════════════════════════
@@ -2774,7 +2802,7 @@ class Verdict:
 
     @property
     def digest(self) -> str:
-        return digest(encode(self.canonical)) if self.canonical else ""
+        return digest((self.canonical)) if self.canonical else ""
 
 
 @dataclass(frozen=True)
@@ -3229,7 +3257,7 @@ def fitted_estimate(request: Request, state: State, window: int) -> int:
     texts = [message.text + message.said + message.note + "".join(compact(call.arguments) + call.name for call in message.calls)
              for message in request.messages]
     estimate = sum(map(estimate_tokens, texts)) + 4 * len(texts)
-    estimate += estimate_tokens(compact(encode(request.tools))) if request.tools else 0
+    estimate += estimate_tokens(compact((request.tools))) if request.tools else 0
     budget = window - min(request.reply_tokens, window // 4)
     if estimate * state.calibration > budget:
         raise RunEnded(f"the history needs about {estimate * state.calibration:,.0f} tokens and the window of "
@@ -4288,7 +4316,7 @@ class Journal:
         if self.descriptor < 0:
             self.open()
         at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-        line = json.dumps({"seq": self.records + 1, "at": at.replace("+00:00", "Z"), **record}) + "\n"
+        line = to_json({"seq": self.records + 1, "at": at.replace("+00:00", "Z"), **record}) + "\n"
         end = os.lseek(self.descriptor, 0, os.SEEK_END)
         try:
             written = os.write(self.descriptor, line.encode("ascii"))
@@ -4421,8 +4449,8 @@ class Session:
     def emit(self, event: Event) -> None:
         """Journaled, then folded, then shown; secrets are masked before."""
         record = to_record(event)
-        if self.parts.mask.holds(record):
-            record = self.parts.mask.value(record)
+        if self.parts.mask.hides(record):
+            record = self.parts.mask.value(encode(record))
             event = from_record(record, "masked")
         with self.parts.shield():
             effect = isinstance(event, EFFECT_EVENTS) and not self.is_readonly(event.name)
@@ -4474,7 +4502,7 @@ def model_phase(session: Session) -> Phase:
     reply = PROTOCOLS[state.call_mode].read(reply, session.parts.registry)
     calls = tuple(replace(call, id=f"c{state.calls_made + n}") for n, call in enumerate(reply.calls, 1))
     session.emit(ModelReplied(
-        state.turns + 1, reply.text, calls, reply.usage, reply.finish, digest(encode(request)), estimate,
+        state.turns + 1, reply.text, calls, reply.usage, reply.finish, digest((request)), estimate,
         reply.thinking, reply.echo, reply.said, reply.evidence, reply.no_tool))
     if any(call.via is Via.TEXT for call in calls) and may_move_on(state):
         session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, "the model prints its calls as text"))
@@ -4661,7 +4689,7 @@ def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], Non
         parts.spawn, on_start, tool_environment(parts.environ, tool.environment, session.state.begun[call.id].key),
         parts.places, max(0.1, min(tool.timeout, parts.deadline.left())), parts.now)
     try:
-        if digest(encode(tool.canonical(verdict.arguments, parts.places))) != session.state.decided[call.id].digest:
+        if digest((tool.canonical(verdict.arguments, parts.places))) != session.state.decided[call.id].digest:
             raise ToolError("what the call comes down to has changed since it was approved")
         parts.places.check()
         output = tool.kind.run(verdict.canonical, verdict.arguments, context)
@@ -4758,12 +4786,12 @@ def print_answer(event: Event, write: Callable[[str], None]) -> None:
 def print_object(event: Event, write: Callable[[str], None]) -> None:
     """`json`: one object, the payload of `session.finished`."""
     if isinstance(event, SessionFinished):
-        write(json.dumps(encode(event)) + "\n")
+        write(to_json(event) + "\n")
 
 
 def print_event(event: Event, write: Callable[[str], None]) -> None:
     """`jsonl`: one event a line."""
-    write(json.dumps(to_record(event)) + "\n")
+    write(to_json(to_record(event)) + "\n")
 
 
 def safe_answer(text: str) -> str:
@@ -5123,7 +5151,7 @@ def check_call(flags: Flags, streams: Streams, interrupts: Interrupts) -> ExitCo
     near = nearest(setup.grants, verdict.canonical) if verdict.canonical and decision is Decision.DENY else None
     found = CheckedCall(decision, verdict.reason, shown_subject(verdict.canonical) if verdict.canonical else None,
                         verdict.grant, near[0].text if near else None, near[1] if near else None)
-    streams.out(json.dumps(encode(found)) + "\n" if flags.output is not OutputFormat.TEXT else checked_text(found))
+    streams.out(to_json(found) + "\n" if flags.output is not OutputFormat.TEXT else checked_text(found))
     return {Decision.ALLOW: ExitCode.ANSWERED, Decision.DENY: ExitCode.DENIED}.get(decision, ExitCode.CONFIG)
 
 
@@ -5157,7 +5185,7 @@ def show_session(flags: Flags, streams: Streams, interrupts: Interrupts) -> Exit
             streams.out(f"--yes-scope {shlex.quote(scope)}\n")
         return ExitCode.ANSWERED
     for event in events:
-        text = json.dumps(to_record(event)) if flags.output is not OutputFormat.TEXT else \
+        text = to_json(to_record(event)) if flags.output is not OutputFormat.TEXT else \
             progress_line(event, Loudness.VERBOSE) or answer_line(event)
         streams.out(text + "\n" if text else "")
     return ExitCode.ANSWERED
@@ -5188,12 +5216,12 @@ def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journa
 
 
 def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:
-    stop, prompter, flags = Stop(), prompter_of(setup.flags), setup.flags
+    processes, prompter, flags = Processes(), prompter_of(setup.flags), setup.flags
     on_deny = flags.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
     return Parts(
         model, setup.registry, prompter, setup.places,
-        lambda program, timeout, on_start: spawn(program, timeout, stop, on_start), journal.append,
-        (setup.streams.show,), setup.interrupts.shield, stop.set, deadline, setup.machine.environ,
+        lambda program, timeout, on_start: spawn(program, timeout, processes, on_start), journal.append,
+        (setup.streams.show,), setup.interrupts.shield, processes.stop, deadline, setup.machine.environ,
         lambda state, more: way_on(flags, state, journal, more),
         secrets_of(setup.machine.environ, (choice.options.key_env,)), on_deny)
 

@@ -32,8 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import agentloop
-from agentloop import (Canonical, ConfigError, Decision, ErrorKind, ExitCode, ModelError, Role, ScopeForm, ToolCall, ToolError,
-                       ToolStatus, Via)
+from agentloop import Canonical, ConfigError, ExitCode, Role, ScopeForm, ToolError
 
 HERE = Path(__file__).parent
 TESTDATA = HERE / "testdata"
@@ -239,7 +238,7 @@ def instances(hint):
 @settings(max_examples=20)
 def test_an_event_comes_back_from_its_record(name, data):
     event = data.draw(instances(agentloop.EVENTS[name]))
-    record = json.loads(json.dumps(agentloop.to_record(event)))
+    record = json.loads(agentloop.to_json(agentloop.to_record(event)))
     assert list(record)[0] == "type" and record["type"] == name
     assert agentloop.from_record({"seq": 1, "at": "", **record}, "here") == event
 
@@ -307,9 +306,9 @@ def test_secrets_are_masked_wherever_they_stand():
 # ── 9. Edge ──
 
 
-def run_shell(command: str, timeout: float = 5.0, stop: agentloop.Stop | None = None) -> agentloop.Finished:
+def run_shell(command: str, timeout: float = 5.0, processes: agentloop.Processes | None = None) -> agentloop.Finished:
     program = agentloop.Program(("/bin/sh", "-c", command), {"PATH": "/usr/bin:/bin"}, "/")
-    return agentloop.spawn(program, timeout, stop or agentloop.Stop(), lambda group, at: None)
+    return agentloop.spawn(program, timeout, processes or agentloop.Processes(), lambda group, at: None)
 
 
 def test_a_process_gives_both_its_outputs_and_its_exit_code():
@@ -335,9 +334,9 @@ def test_no_process_outlasts_its_timeout_by_more_than_a_second_nor_survives_it(c
 
 
 def test_a_stop_ends_a_running_process():
-    stop = agentloop.Stop()
-    threading.Timer(0.2, stop.set).start()
-    assert run_shell("sleep 60", 30, stop).end is agentloop.ProcessEnd.STOPPED
+    processes = agentloop.Processes()
+    threading.Timer(0.2, processes.stop).start()
+    assert run_shell("sleep 60", 30, processes).end is agentloop.ProcessEnd.STOPPED
 
 
 def test_a_process_has_no_terminal_and_three_descriptors():
@@ -939,6 +938,18 @@ def test_killed_at_any_instant_no_effect_happens_twice_or_is_lost(home, seeds):
         else:
             assert (code, added(home)) == (0, [2, 11, 12, 4]), seed
     assert uncertain <= len(seeds) // 2
+
+
+def test_nothing_outlives_a_killed_agentloop_not_even_a_grandchild_that_ignores_signals(home):
+    marker = str(300_000 + os.getpid())
+    (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
+    flags = script(home, call("run_shell", command=f"(trap '' TERM HUP INT; sleep {marker}) & touch there; sleep {marker}"))
+    process = agentloop_popen(home, "run", "x", *flags, "--yes-scope", "run_shell", "-q", stdin=subprocess.DEVNULL)
+    wait_for(lambda: (home / "there").exists())
+    time.sleep(0.2)
+    process.kill()
+    process.wait()
+    wait_for(lambda: subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout == b"")
 
 
 def test_one_process_at_a_time_has_a_session(home):
