@@ -1042,8 +1042,13 @@ class Mask:
 
     def hides(self, value: Any) -> bool:
         """Whether a value holds a secret, dataclasses in it included."""
-        return bool(self.secrets) and any(json.dumps(secret)[1:-1] in text for text in [to_json(value)]
-                                          for secret in self.secrets)
+        text = to_json(value) if self.secrets else ""
+        return any(secret in text for secret in self.escaped)
+
+    @functools.cached_property
+    def escaped(self) -> tuple[str, ...]:
+        """The secrets as they stand inside JSON."""
+        return tuple(json.dumps(secret)[1:-1] for secret in self.secrets)
 
 
 def secrets_of(environment: Mapping[str, str], named: Iterable[str]) -> Mask:
@@ -1837,14 +1842,16 @@ class Http:
         self.deadline.check()
         httpx = import_httpx()
         limit = lambda seconds: max(0.01, min(seconds, self.deadline.left()))
-        timeout = httpx.Timeout(limit(request.connect_s), read=limit(request.first_byte_s), write=limit(60))
+        waits = {"connect": limit(request.connect_s), "read": limit(request.first_byte_s), "write": limit(60.0),
+                 "pool": None}
+        url = httpx.URL(request.url, params=request.query) if request.query else request.url
         content = None if request.body is None else json.dumps(request.body).encode()
         try:
-            with self.client(request).stream(
-                    request.method, request.url, headers=self.headers(request), params=request.query or None,
-                    content=content, timeout=timeout, extensions={"trace": self.trace, "timeout": timeout.as_dict()},
-            ) as response:
-                response.request.extensions["timeout"]["read"] = limit(request.idle_s)
+            sent = httpx.Request(request.method, url, headers=self.headers(request), content=content,
+                                 extensions={"trace": self.trace, "timeout": waits})
+            response = self.client(request).send(sent, stream=True)
+            waits["read"] = limit(request.idle_s)  # the head is there; from here on a pause is what counts
+            with contextlib.closing(response):
                 yield HttpReply(response.status_code, dict(response.headers), self.chunks(response))
         except httpx.TimeoutException as error:
             self.deadline.check()
@@ -3252,18 +3259,34 @@ class ScriptLine:
     calls: tuple[ScriptCall, ...] = ()
 
 
+def request_digest(request: Request) -> str:
+    """The SHA-256 of the neutral request, by which a replay knows it."""
+    rest = compact((request.number, request.tools, request.offer, request.reply_tokens, request.schema))
+    return digest([rest, *(message_facts(message)[0] for message in request.messages)])
+
+
 def fitted_estimate(request: Request, state: State, window: int) -> int:
     """Our count of the request's tokens. Raises RunEnded (exit 7) when it cannot fit the window."""
-    texts = [message.text + message.said + message.note + "".join(compact(call.arguments) + call.name for call in message.calls)
-             for message in request.messages]
-    estimate = sum(map(estimate_tokens, texts)) + 4 * len(texts)
-    estimate += estimate_tokens(compact((request.tools))) if request.tools else 0
+    estimate = sum(message_facts(message)[1] for message in request.messages)
+    estimate += estimate_tokens(compact(request.tools)) if request.tools else 0
     budget = window - min(request.reply_tokens, window // 4)
     if estimate * state.calibration > budget:
         raise RunEnded(f"the history needs about {estimate * state.calibration:,.0f} tokens and the window of "
                        f"{window:,} leaves {budget:,}", code=ExitCode.CONTEXT,
                        mend="give the model a larger window with --context, or send less")
     return estimate
+
+
+def message_facts(message: Message) -> tuple[str, int]:
+    """The digest of a message and about how many tokens it is; remembered with it, since a history only grows."""
+    known = message.__dict__.get("facts")
+    if known is None:
+        text = compact(message)
+        known = (hashlib.sha256(text.encode()).hexdigest(), estimate_tokens(
+            message.text + message.said + message.note + "".join(compact(call.arguments) + call.name
+                                                                 for call in message.calls)) + 4)
+        message.__dict__["facts"] = known
+    return known
 
 
 def window_share(window: int) -> int:
@@ -3344,7 +3367,8 @@ def read_records(chunks: Iterable[bytes]) -> Iterator[JSON]:
     A `[DONE]` comes as the value DONE and ends the stream; an `error` event comes as {"error": …}.
     Raises ModelError (json) for a body in which nothing can be read."""
     data, event, loose, found = [], b"", [], False
-    for n, line in enumerate(itertools.chain(split_lines(chunks), (b"",))):
+    lines = itertools.chain(split_lines(chunks), (b"",))
+    for n, line in enumerate(lines):
         line = line.removeprefix(b"\xef\xbb\xbf") if n == 0 else line
         name, colon, value = line.partition(b":")
         if line.strip() and name.strip() not in SSE_FIELDS:
@@ -3362,6 +3386,7 @@ def read_records(chunks: Iterable[bytes]) -> Iterator[JSON]:
             continue
         if value.strip().lower() == b"[done]":
             yield DONE
+            deque(lines, 0)  # what follows is ignored, but read: only so can the connection be kept
             return
         record = parsed(value)
         if record is not MISSING:
@@ -4309,15 +4334,15 @@ class Journal:
     """An append-only file of records, one `write()` each, locked while this process has it."""
 
     def __init__(self, path: str, records: int = 0):
-        self.path, self.records, self.descriptor = path, records, -1
+        self.path, self.records, self.descriptor, self.size = path, records, -1, 0
 
     def append(self, record: Mapping[str, JSON], sync: Sync) -> None:
         """Writes one record. Raises ConfigError when it cannot be written whole: then nothing of it is."""
         if self.descriptor < 0:
             self.open()
-        at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-        line = to_json({"seq": self.records + 1, "at": at.replace("+00:00", "Z"), **record}) + "\n"
-        end = os.lseek(self.descriptor, 0, os.SEEK_END)
+        now = time.time()
+        at = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03}Z"
+        line = to_json({"seq": self.records + 1, "at": at, **record}) + "\n"
         try:
             written = os.write(self.descriptor, line.encode("ascii"))
             if written < len(line):
@@ -4325,9 +4350,10 @@ class Journal:
             if sync is Sync.DISK:
                 os.fsync(self.descriptor)
         except OSError as error:
-            os.ftruncate(self.descriptor, end)
+            os.ftruncate(self.descriptor, self.size)
             raise ConfigError(f"the journal cannot be written: {error.strerror}", self.path) from error
         self.records += 1
+        self.size += written
 
     def open(self) -> None:
         """Opens and locks the file, and makes it and its folder where they are missing."""
@@ -4357,6 +4383,7 @@ class Journal:
         whole_part, _, torn = data.rpartition(b"\n")
         if torn:
             os.ftruncate(self.descriptor, len(data) - len(torn))
+        self.size = len(data) - len(torn)
         lines = whole_part.split(b"\n") if whole_part else []
         events = tuple(read_record(line, f"{self.path}:{n}") for n, line in enumerate(lines, 1))
         self.records = len(events)
@@ -4502,7 +4529,7 @@ def model_phase(session: Session) -> Phase:
     reply = PROTOCOLS[state.call_mode].read(reply, session.parts.registry)
     calls = tuple(replace(call, id=f"c{state.calls_made + n}") for n, call in enumerate(reply.calls, 1))
     session.emit(ModelReplied(
-        state.turns + 1, reply.text, calls, reply.usage, reply.finish, digest((request)), estimate,
+        state.turns + 1, reply.text, calls, reply.usage, reply.finish, request_digest(request), estimate,
         reply.thinking, reply.echo, reply.said, reply.evidence, reply.no_tool))
     if any(call.via is Via.TEXT for call in calls) and may_move_on(state):
         session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, "the model prints its calls as text"))
@@ -4801,7 +4828,7 @@ def safe_answer(text: str) -> str:
 
 def progress_line(event: Event, loudness: Loudness) -> str | None:
     """The one line on stderr for an event; None for those that say nothing."""
-    words = PROGRESS.get(type(event))
+    words = PROGRESS.get(type(event)) if loudness is not Loudness.QUIET else None
     return words(event) if words and (loudness is Loudness.VERBOSE or type(event) not in VERBOSE_ONLY) else None
 
 
@@ -4901,7 +4928,7 @@ class Streams:
         """The sink of a session. Raises Interrupted (141) when the reader of stdout is gone."""
         self.printer(event, self.out)
         line = progress_line(event, self.loudness)
-        if line and self.loudness is not Loudness.QUIET:
+        if line:
             for part in line.split("\n"):
                 self.err(f"agentloop: {part}")
 
