@@ -55,7 +55,7 @@ import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
 from enum import Enum, IntEnum, StrEnum
 from typing import Any, ClassVar
 
@@ -65,6 +65,52 @@ JSON = Any  # null, bool, int, float, str, list, dict: what json.loads returns
 
 
 # ═══ 1. Values ══════════════════════════════════════════════════════════════════════════════════
+
+
+class Value:
+    """What every value is: a frozen dataclass. Its methods stand here once for all classes: to generate them for each
+    was a fifth of the start-up time."""
+
+    def __init__(self, *given: Any, **named: Any):
+        known = self.__dataclass_fields__
+        values = dict(zip(known, given), **named)
+        if len(given) > len(known) or len(values) < len(given) + len(named) or not values.keys() <= known.keys():
+            raise TypeError(f"{type(self).__name__} takes {', '.join(known)}, each once")
+        self.__dict__.update((name, values[name] if name in values else default_of(field, self))
+                             for name, field in known.items())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot be deleted")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and contents(self) == contents(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *contents(self)))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__)
+        return f"{type(self).__name__}({shown})"
+
+
+def contents(value: Value) -> tuple[Any, ...]:
+    """The values of the fields, in order."""
+    return tuple(map(value.__dict__.__getitem__, value.__dataclass_fields__))
+
+
+def default_of(known: Any, value: Value) -> Any:
+    """The default of a dataclass field. Raises TypeError where there is none."""
+    if known.default is not MISSING:
+        return known.default
+    if known.default_factory is not MISSING:
+        return known.default_factory()
+    raise TypeError(f"{type(value).__name__} needs {known.name}")
+
+
+value = dataclass(init=False, repr=False, eq=False)
 
 
 class Role(StrEnum):
@@ -122,8 +168,8 @@ class ToolStatus(StrEnum):
     UNCERTAIN = "uncertain"
 
 
-@dataclass(frozen=True)
-class ToolCall:
+@value
+class ToolCall(Value):
     """One call as the model made it; `arguments` is None when they could not be read (`raw`, `problem`)."""
 
     id: str  # c1, c2 … unique in the session; "" until the session gives it
@@ -137,24 +183,24 @@ class ToolCall:
     extra: JSON = None  # what the server wants back with this call
 
 
-@dataclass(frozen=True)
-class Usage:
+@value
+class Usage(Value):
     """Tokens as the server counted them; None where it said nothing, never an estimate."""
 
     prompt: int | None = None
     completion: int | None = None
 
 
-@dataclass(frozen=True)
-class Omitted:
+@value
+class Omitted(Value):
     """What a truncated output does not show."""
 
     lines: int = 0
     bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Message:
+@value
+class Message(Value):
     """One message of the history, in no server's format."""
 
     role: Role
@@ -168,8 +214,8 @@ class Message:
     note: str = ""  # what the loop adds to a tool result
 
 
-@dataclass(frozen=True)
-class ToolSpec:
+@value
+class ToolSpec(Value):
     """What a model is told of a tool; `parameters` is a JSON Schema of type object."""
 
     name: str
@@ -456,8 +502,8 @@ SIZE_UNITS = {"": 1, "k": 1_000, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 # ═══ 4. Events ══════════════════════════════════════════════════════════════════════════════════
 
 
-@dataclass(frozen=True)
-class Limits:
+@value
+class Limits(Value):
     """What a session may use. Seconds, tokens, characters."""
 
     max_turns: int = 20
@@ -467,8 +513,8 @@ class Limits:
     output: int = 16_000  # characters of one tool result that the model sees
 
 
-@dataclass(frozen=True)
-class ModelOptions:
+@value
+class ModelOptions(Value):
     """What a session remembers of its model, without secrets."""
 
     context: int | None = None  # tokens
@@ -483,8 +529,8 @@ class ModelOptions:
     stream: bool = True
 
 
-@dataclass(frozen=True)
-class Options:
+@value
+class Options(Value):
     """The choices of a session that `resume` takes up again."""
 
     limits: Limits = Limits()
@@ -494,16 +540,16 @@ class Options:
     on_deny: str = ""
 
 
-@dataclass(frozen=True)
-class Attachment:
+@value
+class Attachment(Value):
     """A file given with `--file`."""
 
     name: str
     text: str
 
 
-@dataclass(frozen=True)
-class SessionStarted:
+@value
+class SessionStarted(Value):
     """The first record: all that a session is made of, without secrets."""
 
     session: str
@@ -529,8 +575,8 @@ class SessionStarted:
     cwd_id: str = ""  # device and inode
 
 
-@dataclass(frozen=True)
-class ModelReplied:
+@value
+class ModelReplied(Value):
     """One reply. `no_tool` and an empty one never enter the history, and are no turns."""
 
     turn: int
@@ -547,8 +593,8 @@ class ModelReplied:
     no_tool: bool = False
 
 
-@dataclass(frozen=True)
-class RequestAdapted:
+@value
+class RequestAdapted(Value):
     """What was learned of the server or the model; it holds for the session."""
 
     change: str
@@ -556,16 +602,16 @@ class RequestAdapted:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class ModelTold:
+@value
+class ModelTold(Value):
     """Text that the loop adds to the history. `said` is the reply it answers, where that was no answer."""
 
     text: str
     said: str = ""
 
 
-@dataclass(frozen=True)
-class CallDecided:
+@value
+class CallDecided(Value):
     """What was decided about a call, before any call of its batch runs."""
 
     call: str
@@ -576,8 +622,8 @@ class CallDecided:
     digest: str = ""  # of the canonical call: only what has this digest runs
 
 
-@dataclass(frozen=True)
-class ToolStarted:
+@value
+class ToolStarted(Value):
     """Written before an effect. `key` is the same for every try of it."""
 
     call: str
@@ -585,8 +631,8 @@ class ToolStarted:
     key: str
 
 
-@dataclass(frozen=True)
-class ToolSpawned:
+@value
+class ToolSpawned(Value):
     """The process group of a started call, so that `resume` can end one that outlived its run."""
 
     call: str
@@ -594,8 +640,8 @@ class ToolSpawned:
     start_time: str
 
 
-@dataclass(frozen=True)
-class ToolFinished:
+@value
+class ToolFinished(Value):
     """Written after an effect; `output` is what the model sees."""
 
     call: str
@@ -606,8 +652,8 @@ class ToolFinished:
     duration_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class SessionResumed:
+@value
+class SessionResumed(Value):
     """Another process goes on with the session."""
 
     grants: tuple[str, ...] = ()
@@ -616,8 +662,8 @@ class SessionResumed:
     settled: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Denied:
+@value
+class Denied(Value):
     """A call that was denied, and the narrowest grant for it; None where no grant can say it."""
 
     call: str
@@ -626,8 +672,8 @@ class Denied:
     grant: str | None
 
 
-@dataclass(frozen=True)
-class Evidence:
+@value
+class Evidence(Value):
     """A quoted line and the result or data it stands in, verbatim."""
 
     call: str  # "" for the user's own data
@@ -635,8 +681,8 @@ class Evidence:
     text: str
 
 
-@dataclass(frozen=True)
-class Failure:
+@value
+class Failure(Value):
     """What ended a session before its answer."""
 
     kind: str
@@ -644,8 +690,8 @@ class Failure:
     status: int | None = None
 
 
-@dataclass(frozen=True)
-class SessionFinished:
+@value
+class SessionFinished(Value):
     """The last event of a process, and the object of `-o json`."""
 
     outcome: str
@@ -662,30 +708,30 @@ class SessionFinished:
     error: Failure | None = None
 
 
-@dataclass(frozen=True)
-class TextDelta:
+@value
+class TextDelta(Value):
     """A piece of the reply, as it arrives."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class ThinkingDelta:
+@value
+class ThinkingDelta(Value):
     """A piece of the reasoning, as it arrives."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class ModelRetried:
+@value
+class ModelRetried(Value):
     """The model is asked again after a wait."""
 
     reason: str
     wait_s: float
 
 
-@dataclass(frozen=True)
-class AskedCall:
+@value
+class AskedCall(Value):
     """A call as a person or a host program is asked about it; `shown` is escaped and never cut."""
 
     call: str
@@ -695,16 +741,16 @@ class AskedCall:
     grant: str | None
 
 
-@dataclass(frozen=True)
-class ApprovalRequested:
+@value
+class ApprovalRequested(Value):
     """Somebody is asked about these calls. With `--approve stdio` a line on stdin answers."""
 
     calls: tuple[AskedCall, ...]
     directory: str
 
 
-@dataclass(frozen=True)
-class Warned:
+@value
+class Warned(Value):
     """Something that does not stop the run."""
 
     text: str
@@ -737,16 +783,16 @@ def from_record(record: JSON, where: str) -> Event:
 # ═══ 5. State ═══════════════════════════════════════════════════════════════════════════════════
 
 
-@dataclass(frozen=True)
-class Repeat:
+@value
+class Repeat(Value):
     """How often in a row the same call had the same result."""
 
     result: str
     count: int
 
 
-@dataclass(frozen=True)
-class State:
+@value
+class State(Value):
     """A session, folded from its events. `history` is closed; the open batch follows it."""
 
     started: SessionStarted | None = None
@@ -931,8 +977,8 @@ FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: 
 # ═══ 6. Text ════════════════════════════════════════════════════════════════════════════════════
 
 
-@dataclass(frozen=True)
-class Captured:
+@value
+class Captured(Value):
     """The output of a tool: its first and last bytes, and how much there was in all."""
 
     head: bytes
@@ -1018,8 +1064,8 @@ def human_bytes(count: int) -> str:
     return f"{amount:,.1f} GB"
 
 
-@dataclass(frozen=True)
-class Mask:
+@value
+class Mask(Value):
     """Hides secrets in whatever is written, shown or sent."""
 
     secrets: tuple[str, ...] = ()
@@ -1080,8 +1126,8 @@ class ScopeForm(StrEnum):
     TEXT = "text"    # the one string value
 
 
-@dataclass(frozen=True)
-class Canonical:
+@value
+class Canonical(Value):
     """What a call comes down to: this is matched, shown, hashed and run."""
 
     tool: str
@@ -1091,8 +1137,8 @@ class Canonical:
     rest: tuple[tuple[str, str], ...] = ()  # shown and hashed, but matched by no pattern: content, headers, body
 
 
-@dataclass(frozen=True)
-class Grant:
+@value
+class Grant(Value):
     """One `TOOL[:PATTERN]` of the operator; without a pattern, every well-formed call of the tool."""
 
     tool: str
@@ -1100,8 +1146,8 @@ class Grant:
     pattern: WordPattern | PathPattern | UrlPattern | PairsPattern | TextPattern | None
 
 
-@dataclass(frozen=True)
-class Places:
+@value
+class Places(Value):
     """Where relative path patterns begin, and what resolves links (`os.path.realpath`)."""
 
     cwd: str
@@ -1258,8 +1304,8 @@ class Star(Enum):
     DEEP = "**"  # across slashes
 
 
-@dataclass(frozen=True)
-class Glob:
+@value
+class Glob(Value):
     """A pattern for one text: its pieces in order."""
 
     pieces: tuple[str | Star, ...]
@@ -1306,8 +1352,8 @@ def match_glob(glob: Glob, text: str) -> bool:
 # Patterns, one class a form: `parse` raises ToolError for what approvals.md says to refuse, `rule` tells the denied.
 
 
-@dataclass(frozen=True)
-class WordPattern:
+@value
+class WordPattern(Value):
     """Words, for a simple shell command or an argv; the tail is "" or one of TAILS."""
 
     globs: tuple[Glob, ...]
@@ -1346,8 +1392,8 @@ def _takes_word(glob: Glob, word: str) -> bool:
     return is_clean(word) and not climbs and not option and match_glob(glob, word)
 
 
-@dataclass(frozen=True)
-class PathPattern:
+@value
+class PathPattern(Value):
     """Segments of an absolute path; Star.DEEP stands for `**`."""
 
     segments: tuple[Glob | Star, ...]
@@ -1401,8 +1447,8 @@ _URL = re.compile(r"""
 """, re.VERBOSE | re.ASCII)
 
 
-@dataclass(frozen=True)
-class Url:
+@value
+class Url(Value):
     """A URL in its normal form: lower-case host (IPv6 in brackets), port known, path from `/` on, no fragment."""
 
     scheme: str
@@ -1450,8 +1496,8 @@ def is_public_address(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and not any(ip in ip_network(network) for network in special)
 
 
-@dataclass(frozen=True)
-class UrlPattern:
+@value
+class UrlPattern(Value):
     """A URL whose host may begin with `*.` (one or more labels), with globs for the path and each query field."""
 
     url: Url
@@ -1476,8 +1522,8 @@ class UrlPattern:
         return match_glob(_plain(mine.path), url.path) and all(map(match_glob, self.fields or (), url.fields))
 
 
-@dataclass(frozen=True)
-class PairsPattern:
+@value
+class PairsPattern(Value):
     """Words `key=glob`, one for each argument, in any order; the glob is for the whole word."""
 
     globs: tuple[tuple[str, Glob], ...]
@@ -1496,8 +1542,8 @@ class PairsPattern:
         return globs.keys() == given.keys() and all(_takes_word(globs[key], f"{key}={given[key]}") for key in given)
 
 
-@dataclass(frozen=True)
-class TextPattern:
+@value
+class TextPattern(Value):
     """A glob on the one value, in which a star takes anything."""
 
     glob: Glob
@@ -1653,8 +1699,8 @@ class ProcessEnd(StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True)
-class Program:
+@value
+class Program(Value):
     """A process to start: no shell, no inherited descriptors, no terminal."""
 
     argv: tuple[str, ...]
@@ -1662,8 +1708,8 @@ class Program:
     cwd: str
 
 
-@dataclass(frozen=True)
-class Finished:
+@value
+class Finished(Value):
     """How a process ended. `code` is its exit code, or minus the signal that ended it."""
 
     end: ProcessEnd
@@ -1803,8 +1849,8 @@ def end_orphan(group: int, started: str) -> None:
         signal_group(group, signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class HttpRequest:
+@value
+class HttpRequest(Value):
     """`body` is sent as JSON; None sends none."""
 
     method: str
@@ -1818,8 +1864,8 @@ class HttpRequest:
     ca_file: str = ""
 
 
-@dataclass(frozen=True)
-class HttpReply:
+@value
+class HttpReply(Value):
     """A status, headers in lower case, and the body as it arrives."""
 
     status: int
@@ -2056,8 +2102,8 @@ class Approval(StrEnum):
     ALWAYS = "always"  # asked each time, whatever is granted
 
 
-@dataclass(frozen=True)
-class ToolContext:
+@value
+class ToolContext(Value):
     """All that a tool may use of the world while it runs."""
 
     spawn: Callable[[Program, float, Callable[[int, str], None]], Finished]
@@ -2068,8 +2114,8 @@ class ToolContext:
     now: Callable[[], datetime.datetime]
 
 
-@dataclass(frozen=True)
-class ToolOutput:
+@value
+class ToolOutput(Value):
     """What a tool did. `note` goes before the output: an exit code, a time-out."""
 
     status: ToolStatus
@@ -2077,8 +2123,8 @@ class ToolOutput:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Tool:
+@value
+class Tool(Value):
     """One entry of the registry. `schema` is the JSON Schema of its arguments."""
 
     name: str
@@ -2105,8 +2151,8 @@ class Tool:
         return self.approval is Approval.AUTO and self.kind.is_bounded(canonical)
 
 
-@dataclass(frozen=True)
-class Command:
+@value
+class Command(Value):
     """An argv template: no shell, values neither split nor expanded."""
 
     argv: tuple[Any, ...]  # text, or a tuple of texts that is left out when its parameter is absent
@@ -2128,8 +2174,8 @@ class Command:
         return ""
 
 
-@dataclass(frozen=True)
-class Shell:
+@value
+class Shell(Value):
     """One command line for /bin/sh."""
 
     prefix: tuple[str, ...] = ()
@@ -2159,8 +2205,8 @@ class Access(StrEnum):
     WRITE = "write"
 
 
-@dataclass(frozen=True)
-class PathBuiltin:
+@value
+class PathBuiltin(Value):
     """A tool on one resolved path. `roots` bounds what it does under `approval = "auto"`."""
 
     act: Callable[[str, JSON], ToolOutput]
@@ -2191,8 +2237,8 @@ class PathBuiltin:
         return not self.roots
 
 
-@dataclass(frozen=True)
-class TextBuiltin:
+@value
+class TextBuiltin(Value):
     """A tool on at most one text: it has no path and no process."""
 
     act: Callable[[str, ToolContext], str]
@@ -2451,8 +2497,8 @@ NEVER_PROMPT = {"GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive",
 PATH_PARAMETER = {"type": "string", "minLength": 1}
 
 
-@dataclass(frozen=True)
-class BuiltinEntry:
+@value
+class BuiltinEntry(Value):
     """A builtin's kind, the JSON Schema properties of its parameters, and its description."""
 
     kind: Any
@@ -2483,8 +2529,8 @@ BUILTINS = {
 # ═══ 11. Manifest ═══════════════════════════════════════════════════════════════════════════════
 
 
-@dataclass(frozen=True)
-class Entry:
+@value
+class Entry(Value):
     """One [tools.NAME] table."""
 
     kind: str = ""
@@ -2505,15 +2551,15 @@ class Entry:
     env: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class SandboxEntry:
+@value
+class SandboxEntry(Value):
     """One [sandbox.NAME] table: an argv that is put in front."""
 
     argv: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ModelEntry:
+@value
+class ModelEntry(Value):
     """The [model] table."""
 
     spec: str = ""
@@ -2531,8 +2577,8 @@ class ModelEntry:
     stream: bool = True
 
 
-@dataclass(frozen=True)
-class LimitsEntry:
+@value
+class LimitsEntry(Value):
     """The [limits] table; None where the default holds."""
 
     max_turns: int | None = None
@@ -2542,8 +2588,8 @@ class LimitsEntry:
     output: str | None = None
 
 
-@dataclass(frozen=True)
-class Manifest:
+@value
+class Manifest(Value):
     """A manifest file, decoded. `where` is its path."""
 
     tools: Mapping[str, Entry] = field(default_factory=dict)
@@ -2554,8 +2600,8 @@ class Manifest:
     sha256: str = ""
 
 
-@dataclass(frozen=True)
-class Registry:
+@value
+class Registry(Value):
     """The allowlist: what is not in it does not exist. `forms` also knows the tools that are left out."""
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
@@ -2770,8 +2816,8 @@ def with_defaults(schema: JSON, arguments: JSON) -> JSON:
     return {**defaults, **arguments}
 
 
-@dataclass(frozen=True)
-class KindEntry:
+@value
+class KindEntry(Value):
     """How a manifest's entry becomes a tool of this kind, and which keys are its own."""
 
     build: Callable[[str, Entry, tuple[str, ...], str], tuple[Any, str, JSON]]
@@ -2792,8 +2838,8 @@ PLAIN_KEYS = frozenset(("type", "description", "default", "enum", "minLength", "
 # ═══ 12. Approvals ══════════════════════════════════════════════════════════════════════════════
 
 
-@dataclass(frozen=True)
-class Verdict:
+@value
+class Verdict(Value):
     """What was decided about a call before anybody was asked; `canonical` is None for an error."""
 
     decision: Decision
@@ -2812,8 +2858,8 @@ class Verdict:
         return digest((self.canonical)) if self.canonical else ""
 
 
-@dataclass(frozen=True)
-class Answer:
+@value
+class Answer(Value):
     """What a prompter says about one call."""
 
     decision: Decision
@@ -2893,8 +2939,8 @@ class AskHost:
         return tuple(host_answer(question, answers.get(question.call)) for question in questions)
 
 
-@dataclass(frozen=True)
-class HostAnswer:
+@value
+class HostAnswer(Value):
     """What a host program says about one call."""
 
     call: str
@@ -2903,8 +2949,8 @@ class HostAnswer:
     remember: bool = False
 
 
-@dataclass(frozen=True)
-class HostAnswers:
+@value
+class HostAnswers(Value):
     """The line of a host program."""
 
     answers: tuple[HostAnswer, ...]
@@ -3038,8 +3084,8 @@ class Offer(StrEnum):
     ANSWER = "answer"  # an answer only
 
 
-@dataclass(frozen=True)
-class Request:
+@value
+class Request(Value):
     """What a model is asked, in no server's format: a pure function of the state."""
 
     number: int  # of the reply that is asked for, from 0
@@ -3050,8 +3096,8 @@ class Request:
     schema: JSON = None  # what the reply's text must match
 
 
-@dataclass(frozen=True)
-class Reply:
+@value
+class Reply(Value):
     """One whole, accepted reply of a model."""
 
     text: str = ""
@@ -3243,16 +3289,16 @@ class ScriptModel:
         return Reply(line.text, calls, finish="stop")
 
 
-@dataclass(frozen=True)
-class ScriptCall:
+@value
+class ScriptCall(Value):
     """A call in a script."""
 
     name: str
     arguments: Any = field(default_factory=dict)  # text plays a broken one
 
 
-@dataclass(frozen=True)
-class ScriptLine:
+@value
+class ScriptLine(Value):
     """One line of a script."""
 
     text: str = ""
@@ -3856,8 +3902,8 @@ TEXT_FORMS = (  # what, and how it is read; tried in this order
 )
 
 
-@dataclass(frozen=True)
-class ModelChoice:
+@value
+class ModelChoice(Value):
     """Which model, where, and how to talk to it. `key` is a secret and is never shown."""
 
     provider: str
@@ -4442,8 +4488,8 @@ class OnDeny(StrEnum):
     TELL = "tell"
 
 
-@dataclass(frozen=True)
-class Parts:
+@value
+class Parts(Value):
     """What a session is made of; every one can be replaced."""
 
     model: Any  # ask(request, notice) -> Reply, window() -> tokens
@@ -4890,8 +4936,8 @@ class Scopes(StrEnum):
     SHOWN = "scopes"
 
 
-@dataclass(frozen=True)
-class Flags:
+@value
+class Flags(Value):
     """What the command line said; "" and None where it said nothing."""
 
     task: str = ""
@@ -4960,8 +5006,8 @@ class Streams:
             self.err(error.command)
 
 
-@dataclass(frozen=True)
-class Machine:
+@value
+class Machine(Value):
     """What a process knows of where it runs, taken once at its start."""
 
     environ: Mapping[str, str]
@@ -5082,8 +5128,8 @@ def is_foreground(terminal: int) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Setup:
+@value
+class Setup(Value):
     """What `run` and `resume` have made ready before the model is opened."""
 
     flags: Flags
@@ -5182,8 +5228,8 @@ def check_call(flags: Flags, streams: Streams, interrupts: Interrupts) -> ExitCo
     return {Decision.ALLOW: ExitCode.ANSWERED, Decision.DENY: ExitCode.DENIED}.get(decision, ExitCode.CONFIG)
 
 
-@dataclass(frozen=True)
-class CheckedCall:
+@value
+class CheckedCall(Value):
     """What `check CALL` says."""
 
     decision: Decision
