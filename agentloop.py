@@ -3742,7 +3742,7 @@ def repaired_json(text: str) -> JSON:
     for repair in REPAIRS:
         try:
             return strict_json(repair(text))
-        except (ToolError, ValueError, SyntaxError):
+        except (ToolError, ValueError, SyntaxError, DeprecationWarning, RecursionError, MemoryError):
             continue
     return MISSING
 
@@ -3770,7 +3770,10 @@ def without_comma(text: str) -> str:
 
 def python_literal(text: str) -> str:
     import ast
-    tree = ast.parse(text.strip(), mode="eval")
+    import warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an escape that Python only warns of is not certain either
+        tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict) and len({ast.dump(key) for key in node.keys if key}) < len(node.keys):
             raise ValueError("a repeated key")

@@ -17,12 +17,14 @@ import re
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 import types
 import typing
+import urllib.parse
 from pathlib import Path
 
 import jsonschema
@@ -511,6 +513,228 @@ def test_a_plain_schema_is_judged_as_jsonschema_judges_it(schema, arguments):
     validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=strict)(schema)
     assert agentloop.is_plainly_valid(schema, arguments) <= validator.is_valid(arguments)
     assert (agentloop.argument_problem(schema, arguments) is None) == validator.is_valid(arguments)
+
+
+# ── 7 and 12. Scopes, approvals: the cases ──
+
+
+CASES = [json.loads(line) for line in (TESTDATA / "approvals.jsonl").read_text("utf-8").splitlines()]
+DECIDE = [case for case in CASES if case["level"] == "decide"]
+FIXTURE = r"""
+tools.run_shell = { kind = "shell", description = "x", params.command = { type = "string", minLength = 0 } }
+tools.git_log = { kind = "command", description = "x", argv = ["git", "log", "--oneline", "-n", "{count}", "--", "{path}"], params.count = { type = "integer", minimum = 1, maximum = 100 }, params.path = { type = "string" } }
+tools.git_show = { kind = "command", description = "x", argv = ["git", "show", "--no-ext-diff", "{rev}"], params.rev = { type = "string" } }
+tools.grep_file = { kind = "command", description = "x", argv = ["grep", "-n", "-e", "{pattern}", "--", "{file}"], dash = ["pattern"], params.pattern = { type = "string" }, params.file = { type = "string" } }
+tools.ping_host = { kind = "command", description = "x", argv = ["ping", "-c", "1", "{host}"], params.host = { type = "string" } }
+tools.pack = { kind = "command", description = "x", argv = ["tar", "-cf", "{archive}", "--", "{files...}"], params.archive = { type = "string" }, params.files = { type = "array", items = { type = "string", minLength = 1 } } }
+tools.say = { kind = "command", description = "x", argv = ["printf", '%s\n', "{text}"], params.text = { type = "string" } }
+tools.restart = { kind = "command", description = "x", argv = ["systemctl", "restart", "{unit}"], params.unit = { type = "string", enum = ["nginx", "php-fpm"] } }
+tools.kube = { kind = "command", description = "x", argv = ["kubectl", "get", "{what}"], env = ["KUBECONFIG"], params.what = { type = "string" } }
+tools.read_file = { kind = "builtin" }
+tools.list_dir = { kind = "builtin" }
+tools.write_file = { kind = "builtin" }
+tools.calculate = { kind = "builtin" }
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class FixtureKind:
+    """A kind that agentloop does not have yet: only its canonical form, for the decision about it."""
+
+    form: ScopeForm
+    subject: typing.Callable[[typing.Any], typing.Any]
+    dns: typing.Mapping[str, list[list[str]]]
+    private: str = ""
+
+    def canonical(self, name, arguments, places):
+        return Canonical(name, self.form, self.subject(arguments))
+
+    def is_bounded(self, canonical):
+        return False
+
+    def forbidden(self, canonical, places):
+        if self.form is not ScopeForm.URL or canonical.subject.startswith(self.private or "-"):
+            return ""
+        host = agentloop.parse_url(canonical.subject).host
+        public = all(map(agentloop.is_public_address, self.dns.get(host, [[host.strip("[]")]])[0]))
+        return "" if public else "an address that is not public"
+
+
+def as_pairs(arguments):
+    return tuple((key, value if isinstance(value, str) else agentloop.compact(value)) for key, value in arguments.items())
+
+
+def url_part(value):
+    if value in ("", ".", "..") or "/" in value:
+        raise ToolError("not one path segment")
+    return urllib.parse.quote(value, safe="")
+
+
+def note_url(arguments):
+    if not (arguments["tag"].isascii() and arguments["tag"].isprintable()):
+        raise ToolError("a header takes printable ASCII only")
+    return "https://api.example.com/v1/notes"
+
+
+TEXT_PARAMETER = {"type": "string", "minLength": 1}
+FIXTURE_KINDS = {
+    "http_get": (ScopeForm.URL, {"url": TEXT_PARAMETER}, lambda a: str(agentloop.parse_url(a["url"]))),
+    "get_item": (ScopeForm.URL, {"id": TEXT_PARAMETER, "lang": TEXT_PARAMETER}, lambda a: str(agentloop.parse_url(
+        f"https://api.example.com/v1/items/{url_part(a['id'])}?lang={urllib.parse.quote(a['lang'], safe='')}"))),
+    "post_note": (ScopeForm.URL, {"tag": TEXT_PARAMETER, "text": TEXT_PARAMETER}, note_url),
+    "metrics": (ScopeForm.URL, {}, lambda a: "http://127.0.0.1:9100/metrics"),
+    "activate_skill": (ScopeForm.TEXT, {"name": TEXT_PARAMETER}, lambda a: a["name"]),
+    "files__read": (ScopeForm.PAIRS, {"path": TEXT_PARAMETER}, as_pairs),
+    "files__search": (ScopeForm.PAIRS, {"query": TEXT_PARAMETER, "limit": {"type": "integer", "minimum": 0, "maximum": 1000}}, as_pairs),
+    "evil__read": (ScopeForm.PAIRS, {"path": TEXT_PARAMETER}, as_pairs),
+    "researcher": (ScopeForm.PAIRS, {"task": TEXT_PARAMETER}, as_pairs),
+}
+
+
+def fixture_registry(dns: typing.Mapping[str, list[list[str]]]) -> agentloop.Registry:
+    """The fixture manifest of the cases, with stand-ins for the kinds that are yet to come."""
+    registry = registry_of(FIXTURE)
+    tools = dict(registry.tools)
+    for name, (form, properties, subject) in FIXTURE_KINDS.items():
+        schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        tools[name] = agentloop.Tool(name, "x", schema, FixtureKind(form, subject, dns, "http://127.0.0.1:9100/" if name == "metrics" else ""))
+    return agentloop.Registry(tools, {name: tool.kind.form for name, tool in tools.items()})
+
+
+def filled(value: typing.Any, names: typing.Mapping[str, str]) -> typing.Any:
+    """A case's strings with its directories and repetitions put in."""
+    if isinstance(value, dict):
+        return {filled(key, names): filled(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, names) for item in value]
+    if not isinstance(value, str):
+        return value
+    for name, path in names.items():
+        value = value.replace(name, path)
+    return re.sub(r"@REP:(.*?):(\d+)@", lambda found: found[1] * int(found[2]), value, flags=re.DOTALL)
+
+
+def decided(case: dict, root: Path) -> str:
+    """The decision of agentloop about a case, in the words of the cases. No command of a case is ever run."""
+    names = {"@T@": f"{root}/T", "@HOME@": f"{root}/H", "@STATE@": f"{root}/S"}
+    case = filled(case, names)
+    setup = case["setup"]
+    cwd, manifest = setup.get("cwd", names["@T@"] + "/w"), setup.get("manifest_path", f"{root}/tools.toml")
+    for folder in (*names.values(), cwd, *setup.get("dirs", ())):
+        os.makedirs(folder, exist_ok=True)
+    for path, content in {manifest: "", **setup.get("files", {})}.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        Path(path).write_text(content)
+    for path, target in setup.get("symlinks", {}).items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(target, path)
+    registry, places = fixture_registry(setup.get("dns", {})), agentloop.Places(cwd, names["@HOME@"], os.path.realpath)
+    try:
+        grants = [agentloop.parse_grant(text, registry.forms, places) for text in case["scope_grants"]]
+    except ConfigError:
+        return "error"
+    named = [os.path.join(cwd, word) for grant in grants for word in agentloop.literal_words(grant)]
+    places = dataclasses.replace(places, never_read=(names["@STATE@"],), never_written=(manifest, *(
+        os.path.realpath(path) for path in named if os.path.isfile(path))))
+    given = case["call"].get("arguments_raw", case["call"].get("arguments"))
+    call = agentloop.read_arguments(agentloop.ToolCall("c1", case["call"]["name"]), given) if not isinstance(given, str) else strict_call(case["call"]["name"], given)
+    verdict = agentloop.judge(call, registry, grants, places)
+    if verdict.decision is agentloop.Decision.ASK:
+        return "ask" if setup.get("interactive") else "deny"
+    if verdict.decision is agentloop.Decision.ALLOW and not can_be_opened(verdict.canonical):
+        return "error"
+    return str(verdict.decision)
+
+
+def strict_call(name: str, text: str) -> agentloop.ToolCall:
+    """A call whose arguments are read with no repair at all."""
+    try:
+        return agentloop.ToolCall("c1", name, agentloop.strict_json(text))
+    except ToolError as error:
+        return agentloop.ToolCall("c1", name, problem=error.what)
+
+
+def can_be_opened(canonical: Canonical) -> bool:
+    """Whether an approved path can be used as it was resolved, an approved expression computed."""
+    try:
+        if canonical.tool == "calculate":
+            agentloop.calculate(canonical.subject)
+        if canonical.tool in ("read_file", "list_dir"):
+            with agentloop.opened(canonical.subject, stat.S_ISREG if canonical.tool == "read_file" else stat.S_ISDIR, "it"):
+                pass
+    except ToolError:
+        return False
+    return True
+
+
+def test_there_are_cases():
+    assert len(CASES) == 586 and len(DECIDE) == 464
+
+
+@pytest.mark.parametrize("case", DECIDE, ids=[case["id"] for case in DECIDE])
+def test_a_case_is_decided_as_the_law_says(case, tmp_path):
+    assert decided(case, tmp_path) == case["expect"], case["why"]
+
+
+# ── 13. Models: what servers really send ──
+
+
+QUIRKS = [json.loads(line) for line in (TESTDATA / "quirks.jsonl").read_text("utf-8").splitlines()]
+BODIES = [case for case in QUIRKS if not case.get("endpoint") and not case.get("transport")]
+QUIRK_TOOLS = [agentloop.ToolSpec(tool["function"]["name"], tool["function"]["description"], tool["function"]["parameters"])
+               for tool in json.loads((TESTDATA / "quirk_tools.json").read_text())]
+
+
+def chunks_of(case: dict) -> list[bytes]:
+    return [(part if isinstance(part, str) else part["repeat"] * part["times"]).encode(case.get("enc", "utf-8"))
+            for part in case["body_chunks"]]
+
+
+def repeated(value: typing.Any) -> typing.Any:
+    """An expected value with {"$repeat": [text, n]} written out."""
+    if isinstance(value, dict):
+        return value["$repeat"][0] * value["$repeat"][1] if set(value) == {"$repeat"} else {key: repeated(item) for key, item in value.items()}
+    return [repeated(item) for item in value] if isinstance(value, list) else value
+
+
+def read_body(case: dict, chunks: list[bytes]) -> tuple[str, list, str | None]:
+    """(text, calls, error kind) of a body; a call that cannot be read or has no name is an error of its own."""
+    try:
+        reply = agentloop.read_reply(case["status"], case["headers"], chunks, QUIRK_TOOLS, lambda kind, text: None)
+    except agentloop.ModelError as error:
+        return "", [], str(error.kind)
+    reply = agentloop.recover_text_calls(reply, QUIRK_TOOLS)
+    good = [(call.name, call.arguments) for call in reply.calls if call.arguments is not None and call.name]
+    broken = {"schema" if not call.name or "object is needed" in call.problem else "json" for call in reply.calls
+              if call.arguments is None or not call.name}
+    return reply.text.strip(), good, min(broken, default=None)
+
+
+def expectations(case: dict):
+    """What a case accepts, as (text or None, calls, error kind): the first choice and the alternatives."""
+    others = case["expect"].get("alt") or []
+    for expect in [case["expect"], *({**case["expect"], **other} for other in (others if isinstance(others, list) else [others]))]:
+        calls = [(call["name"], repeated(call["arguments"])) for call in expect["tool_calls"]]
+        yield None if expect["content"] is None or expect["error_kind"] else expect["content"].strip(), calls, expect["error_kind"]
+
+
+def test_there_are_quirks():
+    assert len(QUIRKS) == 229 and len(BODIES) > 200
+
+
+@pytest.mark.parametrize("case", BODIES, ids=[case["id"] for case in BODIES])
+def test_a_body_is_read_as_its_server_means_it(case):
+    text, calls, kind = read_body(case, chunks_of(case))
+    assert any((wanted is None or wanted == text) and kind == error and (error or calls == expected)
+               for wanted, expected, error in expectations(case)), (text, calls, kind, case["expect"])
+
+
+@given(st.sampled_from([case for case in BODIES if sum(map(len, chunks_of(case))) < 5000]), st.lists(st.integers(0, 5000), max_size=8))
+@settings(max_examples=300)
+def test_a_body_means_the_same_however_it_is_split(case, cuts):
+    whole = b"".join(chunks_of(case))
+    borders = [0, *sorted(cut for cut in cuts if cut < len(whole)), len(whole)]
+    assert read_body(case, [whole[a:b] for a, b in zip(borders, borders[1:])]) == read_body(case, [whole])
 
 
 # ── The program itself ──
