@@ -4157,8 +4157,8 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
     settings.model.path = path
     settings.n_ctx = choice.options.context or ASSUMED_WINDOW
     settings.n_parallel = 1
-    # One core is left to the machine: threads that spin for one that has lost its core take minutes for a word.
-    settings.cpuparams.n_threads = max(1, (os.cpu_count() or 1) - 1)
+    # As many threads as cores are idle: where one has lost its core the others spin, and a word takes seconds.
+    settings.cpuparams.n_threads = max(1, (os.cpu_count() or 1) - round(os.getloadavg()[0]))
     settings.cpuparams.poll = 0
     settings.port = 0
     settings.hostnames = ["127.0.0.1"]
@@ -5026,8 +5026,12 @@ def this_machine() -> Machine:
     environ = dict(os.environ)
     entries = [entry for entry in environ.get("PATH", os.defpath).split(":") if entry.startswith("/")]
     home = environ.get("HOME") or os.path.expanduser("~")
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        raise ConfigError("it is gone", "the working directory", "go to one that exists") from error
     return Machine(
-        {**environ, "PATH": ":".join(entries)}, ":".join(entries), home, os.path.realpath("."),
+        {**environ, "PATH": ":".join(entries)}, ":".join(entries), home, os.path.realpath(here),
         os.path.join(environ.get("XDG_CONFIG_HOME") or f"{home}/.config", "agentloop"),
         os.path.join(environ.get("STATE_DIRECTORY") or environ.get("XDG_STATE_HOME") or f"{home}/.local/state",
                      "agentloop"),
@@ -5367,7 +5371,7 @@ def build_app(outcome: list[ExitCode]) -> Any:
     """The typer application; each command leaves its exit code in `outcome`."""
     import typer
     app = typer.Typer(help="Gives a language model the tools that a manifest lists, and asks before it uses them.",
-                      pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True,
+                      pretty_exceptions_enable=False, rich_markup_mode=None,
                       context_settings={"help_option_names": ["-h", "--help"]})
 
     def version(shown: bool) -> None:
@@ -5526,11 +5530,24 @@ def traceback_place(error: BaseException) -> str:
 def main() -> None:
     """The `agentloop` command: parses, runs, and ends the process without tearing the interpreter down."""
     gc.disable()  # nothing that start-up makes is garbage
+    open_standard_descriptors()
     outcome: list[ExitCode] = []
     code = int(command_line(outcome))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     os._exit(code)
+
+
+def open_standard_descriptors() -> None:
+    """Fills descriptors 0 to 2 where the caller closed them: else the journal would become stdout.
+
+    What is written to a closed stdout still fails, and the exit code says so."""
+    for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open("/dev/null", mode)
 
 
 def command_line(outcome: list[ExitCode]) -> int:
@@ -5538,7 +5555,7 @@ def command_line(outcome: list[ExitCode]) -> int:
     import typer
     usage_error = typer.BadParameter.__mro__[1].__mro__[1]  # click's, wherever this typer keeps it
     try:
-        build_app(outcome)(standalone_mode=False, prog_name="agentloop")
+        build_app(outcome)(sys.argv[1:] or ["--help"], standalone_mode=False, prog_name="agentloop")
     except usage_error as error:
         flags = Flags(output=named_output(sys.argv))
         wrong = ConfigError(error.format_message(), mend="see agentloop --help")

@@ -1078,6 +1078,18 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(home):
     assert process.wait(20) == 141 and not [line for line in stderr.splitlines() if not line.startswith("agentloop: ")]
 
 
+CLOSED = {"stdin": ("<&-", 0), "stdout": (">&-", 2), "stderr": ("2>&-", 0), "all": ("<&- >&- 2>&-", 2), "full": (">/dev/full", 2)}
+
+
+@pytest.mark.parametrize("closed,code", CLOSED.values(), ids=CLOSED)
+def test_a_closed_descriptor_is_never_taken_for_another_file(home, closed, code):
+    words = [sys.executable, str(HERE / "agentloop.py"), "run", "x", *script(home, *TWELVE), *GRANTED, "-q", "--journal", "j.jsonl"]
+    ended = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], cwd=home, env=program_environment(home), stdin=subprocess.DEVNULL,
+                           capture_output=True, text=True)
+    assert ended.returncode == code and ended.stdout == ("" if code else "The answer is 60.\n")
+    assert all(json.loads(line)["seq"] for line in (home / "j.jsonl").read_text().splitlines()) and added(home) == [20]
+
+
 def test_stdin_is_data_that_no_data_can_leave(home):
     with fakeserver.serve([{"text": "ok"}], wire=Wire.OPENAI) as server:
         flags = ("-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
