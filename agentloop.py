@@ -5421,7 +5421,7 @@ def add_run(app: Any, outcome: list[ExitCode]) -> None:
         """Start a session and print its answer."""
         flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
                       stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
-                      loudness_of(quiet, verbose))
+                      Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
         outcome.append(command(start, flags))
 
 
@@ -5451,7 +5451,8 @@ def add_resume(app: Any, outcome: list[ExitCode]) -> None:
         """Go on with a session that stopped."""
         flags = Flags(task=task, session=session, url=url, tools=tools, grants=tuple(yes_scope), approve=approve,
                       on_deny=on_deny, output=output, only=tuple(only), max_turns=max_turns, timeout=timeout,
-                      max_tokens=max_tokens, reply_tokens=reply_tokens, loudness=loudness_of(quiet, verbose))
+                      max_tokens=max_tokens, reply_tokens=reply_tokens,
+                      loudness=Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
         outcome.append(command(go_on, flags))
 
 
@@ -5481,10 +5482,6 @@ def add_check_and_show(app: Any, outcome: list[ExitCode]) -> None:
         """Show a session."""
         shown = Scopes.SHOWN if scopes else Scopes.HIDDEN
         outcome.append(command(show_session, Flags(session=session, output=output, scopes=shown)))
-
-
-def loudness_of(quiet: bool, verbose: bool) -> Loudness:
-    return Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL
 
 
 def command(act: Callable[[Flags, Streams, Interrupts], Any], flags: Flags) -> ExitCode:
