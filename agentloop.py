@@ -2877,12 +2877,13 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
     if call.arguments is None:
         return refusal(f"the arguments could not be read: {call.problem}. {usage_of(tool)}")
     arguments = with_defaults(tool.schema, call.arguments) if isinstance(call.arguments, dict) else call.arguments
-    if len(compact(arguments)) > MAX_BYTES:
+    text = compact(arguments)
+    if len(text) > MAX_BYTES:
         return refusal(f"the arguments are longer than {human_bytes(MAX_BYTES)}")
     problem = argument_problem(tool.schema, arguments)
     if problem:
         return refusal(f"the arguments of {call.name} are not valid: {problem}. {usage_of(tool)}")
-    if MASKED in compact(arguments):
+    if MASKED in text:
         return refusal("an argument holds a secret; it was masked and cannot be used")
     try:
         canonical = tool.canonical(arguments, places)
@@ -5281,6 +5282,8 @@ def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journa
           opening: Callable[[Any], Event]) -> tuple[SessionFinished, AgentLoopError | None]:
     """Opens the model, emits the first event of this process and runs the session to its end."""
     http = Http(deadline)
+    gc.freeze()
+    gc.enable()
     with contextlib.closing(http), contextlib.closing(journal):
         model = open_model(choice, http, setup.machine, setup.streams)
         session = Session(parts_of(setup, choice, deadline, journal, model), setup.grants, state)
@@ -5526,7 +5529,7 @@ def traceback_place(error: BaseException) -> str:
 
 def main() -> None:
     """The `agentloop` command: parses, runs, and ends the process without tearing the interpreter down."""
-    gc.disable()  # nothing that start-up makes is garbage
+    gc.disable()  # nothing that start-up makes is garbage; a session turns it on again
     open_standard_descriptors()
     outcome: list[ExitCode] = []
     code = int(command_line(outcome))
