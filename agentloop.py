@@ -915,6 +915,8 @@ def apply_result(state: State, event: ToolFinished) -> State:
 
 def apply_resumed(state: State, event: SessionResumed) -> State:
     state = replace(state, limits=event.limits, finished=None, empty_replies=0)
+    if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
+        state = replace(state, history=state.history[:-1], answered=False)
     if not event.task:
         return state
     closed = close_batch(state)
@@ -968,6 +970,7 @@ def add(total: int | None, more: int | None) -> int | None:
 
 REPEAT_NOTES = ("", "", "You have this result already. Answer, or call another tool.", "Answer now.")
 THEN_ANSWER = "Then answer."
+CUT = "length"  # how both wires say that a reply ended at its token limit
 FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
          RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
          ToolSpawned: apply_spawned, ToolFinished: apply_result, SessionResumed: apply_resumed,
@@ -4009,9 +4012,10 @@ class HttpModel:
     """A model behind one of the two wires."""
 
     def __init__(self, choice: ModelChoice, wire: Any, http: Http, endpoint: str, tokens: int,
-                 warnings: tuple[str, ...] = (), close: Callable[[], None] = lambda: None):
+                 warnings: tuple[str, ...] = (), server: Any = None):
         self.provider, self.name, self.options, self.wire = choice.provider, choice.name, choice.options, wire
-        self.http, self.endpoint, self.tokens, self.warnings, self.close = http, endpoint, tokens, warnings, close
+        self.http, self.endpoint, self.tokens, self.warnings = http, endpoint, tokens, warnings
+        self.server = server  # one inside this process lives as long as its model
         self.headers = auth_headers(choice, endpoint)
 
     def window(self) -> int:
@@ -4167,10 +4171,8 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
     key = os.urandom(16).hex()
     settings.api_keys = [key]
     server = xllamacpp.Server(settings)
-    choice = replace(choice, key=key, calls=choice.calls)
-    model = HttpModel(choice, OpenAIWire(), http, f"{server.listening_address}/v1", settings.n_ctx)
-    model.server, model.endpoint_shown = server, ""  # the server lives as long as the model
-    return model
+    return HttpModel(replace(choice, key=key), OpenAIWire(), http, f"{server.listening_address}/v1", settings.n_ctx,
+                     server=server)
 
 
 def open_script(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> ScriptModel:
@@ -4780,9 +4782,10 @@ def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], Non
 
 def answer_phase(session: Session) -> Phase:
     """The last reply is the answer."""
-    if session.state.last_reply.finish == "length":
-        raise RunEnded("the answer was cut by its own length", mend="give it more with --reply-tokens",
-                       code=ExitCode.LIMIT)
+    if session.state.last_reply.finish == CUT:
+        limit = session.state.limits.reply_tokens
+        raise RunEnded("the answer was cut by its own length", mend="go on with more --reply-tokens", code=ExitCode.LIMIT,
+                       command=f"{session.parts.way_on(session.state, ())} --reply-tokens {limit * 2}")
     return Phase.DONE
 
 
@@ -5059,10 +5062,9 @@ def load_manifest(named: str, machine: Machine, streams: Streams) -> Manifest:
     if found is None:
         raise ConfigError("no manifest was found", "tools.toml", f"looked for {', '.join(places)}; "
                           "name one with --tools FILE, or run without tools: --tools none")
-    unused = os.path.join(machine.cwd, "tools.toml")
-    if not named and os.path.exists(unused) and os.path.realpath(unused) != os.path.realpath(found):
+    text, unused = read_file(found), os.path.join(machine.cwd, "tools.toml")
+    if not named and os.path.isfile(unused) and read_file(unused) != text:
         streams.show(Warned("tools.toml in this directory is not used; to use it: --tools ./tools.toml"))
-    text = read_file(found)
     for place in (found, os.path.dirname(os.path.realpath(found))):
         if writable_by_others(place):
             raise ConfigError("others can write it, so it cannot be trusted", place, "chmod go-w it")
@@ -5293,9 +5295,17 @@ def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journa
             if orphan.call not in state.results:
                 end_orphan(orphan.group, orphan.start_time)
         session.emit(opening(model))
-        for warning in (*setup.registry.warnings, *model.warnings):
+        for warning in (*setup.registry.warnings, *model.warnings, *far_reader(setup.registry, model.endpoint)):
             session.notice(Warned(warning))
         return run(session)
+
+
+def far_reader(registry: Registry, endpoint: str) -> Iterator[str]:
+    """The warning that what tools read without asking leaves this machine."""
+    host = urllib.parse.urlsplit(endpoint).hostname
+    unasked = [tool.name for tool in registry.tools.values() if tool.approval is Approval.AUTO]
+    if host and not is_loopback(host) and unasked:
+        yield f"what {', '.join(unasked[:3])}{' …' if len(unasked) > 3 else ''} read without asking goes to {host}"
 
 
 def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:

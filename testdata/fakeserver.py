@@ -4,7 +4,7 @@
 A script is a list of replies, one a request, in the form of agentloop's `script` provider:
 `{"text": "…", "calls": [{"name": "add", "arguments": {"a": 12, "b": 8}}]}`. A reply may also say how to fail:
 `status` with `headers` and `body`; `raw` (the body to the letter); `cut` (the stream ends without its last
-record); `delay_s`; `finish`; `usage`. In a test a reply may be a function of the request's body.
+record); `delay_s` (before the head), `stall_s` (after the first record); `finish`; `usage`. In a test a reply may be a function of the request's body.
 
     with fakeserver.serve(script, wire=Wire.OPENAI, split=Split.BYTES) as server:
         server.url, server.requests
@@ -115,13 +115,13 @@ class Handler(BaseHTTPRequestHandler):
         kind, parts = records(reply, body.get("stream", self.path == "/api/chat"))
         if "raw" in reply:
             parts = [reply["raw"].encode()]
-        self.send(200, {"Content-Type": kind}, parts[:-1] if reply.get("cut") else parts)
+        self.send(200, {"Content-Type": kind}, parts[:-1] if reply.get("cut") else parts, reply.get("stall_s", 0))
 
     def answer(self, status, value):
         self.send(status, {"Content-Type": "application/json"}, [json.dumps(value).encode()])
 
-    def send(self, status, headers, parts):
-        """One part has a length; several are chunks, split as the server was told."""
+    def send(self, status, headers, parts, stall=0):
+        """One part has a length; several are chunks, split as the server was told, with a pause after the first."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -137,6 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         for part in [whole[n:n + size] for n in range(0, len(whole), size)] if size else parts:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
             self.wfile.flush()
+            time.sleep(stall)
         self.wfile.write(b"0\r\n\r\n")
 
 
