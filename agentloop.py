@@ -914,7 +914,7 @@ def apply_result(state: State, event: ToolFinished) -> State:
 
 
 def apply_resumed(state: State, event: SessionResumed) -> State:
-    state = replace(state, limits=event.limits, finished=None, empty_replies=0)
+    state = replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={})
     if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
         state = replace(state, history=state.history[:-1], answered=False)
     if not event.task:
@@ -1881,7 +1881,7 @@ class Http:
 
     def __init__(self, deadline: Deadline):
         self.deadline = deadline
-        self.clients: dict[tuple[str, str], Any] = {}
+        self.transports: dict[tuple[str, str], Any] = {}
         self.sockets: list[Any] = []
         self.watchdog: threading.Timer | None = None
 
@@ -1898,7 +1898,7 @@ class Http:
         try:
             sent = httpx.Request(request.method, url, headers=self.headers(request), content=content,
                                  extensions={"trace": self.trace, "timeout": waits})
-            response = self.client(request).send(sent, stream=True)
+            response = self.transport(request).handle_request(sent)
             waits["read"] = limit(request.idle_s)  # the head is there; from here on a pause is what counts
             with contextlib.closing(response):
                 yield HttpReply(response.status_code, dict(response.headers), self.chunks(response))
@@ -1918,16 +1918,17 @@ class Http:
         return {"user-agent": f"agentloop/{__version__}", "accept-encoding": "identity",
                 **({"content-type": "application/json"} if request.body is not None else {}), **request.headers}
 
-    def client(self, request: HttpRequest) -> Any:
-        """The client for the request's scheme and host; proxies from the environment never serve loopback."""
+    def transport(self, request: HttpRequest) -> Any:
+        """The connections to the request's scheme and host. No client above them: cookies and redirects are for
+        browsers, and cost a third of a request."""
         httpx = import_httpx()
         parts = urllib.parse.urlsplit(request.url)
         place = (parts.scheme, parts.hostname or "")
-        if place not in self.clients:
-            self.clients[place] = httpx.Client(
-                verify=tls_context(parts.scheme, request.ca_file), trust_env=not is_loopback(place[1]),
+        if place not in self.transports:
+            self.transports[place] = httpx.HTTPTransport(
+                verify=tls_context(parts.scheme, request.ca_file), proxy=proxy_for(*place),
                 limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle connections after five seconds
-        return self.clients[place]
+        return self.transports[place]
 
     def trace(self, name: str, info: Mapping[str, Any]) -> None:
         """Learns of each new connection, so that the watchdog can close it."""
@@ -1953,8 +1954,8 @@ class Http:
                 continue
 
     def close(self) -> None:
-        for client in self.clients.values():
-            client.close()
+        for transport in self.transports.values():
+            transport.close()
         if self.watchdog is not None:
             self.watchdog.cancel()
 
@@ -1965,6 +1966,16 @@ def import_httpx() -> Any:
     sys.modules.setdefault("httpx._main", None)
     import httpx
     return httpx
+
+
+def proxy_for(scheme: str, host: str) -> Any:
+    """The proxy that the environment names for a host; never one for this machine itself."""
+    from urllib.request import getproxies, proxy_bypass
+    if is_loopback(host) or proxy_bypass(host):
+        return None
+    proxies = getproxies()
+    url = proxies.get(scheme) or proxies.get("all")
+    return import_httpx().Proxy(url) if url else None
 
 
 def tls_context(scheme: str, ca_file: str) -> Any:
@@ -2850,11 +2861,13 @@ class Verdict(Value):
     reason: str = ""
     canonical: Canonical | None = None
     arguments: JSON = None  # with the schema's defaults
+    approval: Approval = Approval.ASK
 
     @property
     def grant(self) -> str | None:
-        """The narrowest grant that would allow the call."""
-        return exact_grant(self.canonical) if self.canonical else None
+        """The narrowest grant that would allow the call; None where none can: a hard rule, or `always`."""
+        grantable = self.canonical and self.decision is not Decision.DENY and self.approval is not Approval.ALWAYS
+        return exact_grant(self.canonical) if grantable else None
 
     @property
     def digest(self) -> str:
@@ -2892,7 +2905,7 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
         canonical = tool.canonical(arguments, places)
     except ToolError as error:
         return refusal(str(error))
-    verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", canonical, arguments)
+    verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", canonical, arguments, tool.approval)
     forbidden = tool.kind.forbidden(canonical, places)
     if forbidden:
         return replace(verdict, decision=Decision.DENY, reason=forbidden)
@@ -4673,10 +4686,8 @@ def denial(session: Session, denied: Sequence[ToolCall]) -> RunEnded:
     more = f" and {len(denied) - 1} more" if len(denied) > 1 else ""
     what = f"denied: {first.tool}: {one_line(shown_subject(first))}{more} ({session.state.decided[denied[0].id].reason})"
     grants = [verdict.grant for verdict in verdicts]
-    if None in grants or any(session.parts.registry.tools[verdict.canonical.tool].approval is Approval.ALWAYS
-                             for verdict in verdicts):
-        return RunEnded(what, code=ExitCode.DENIED, command=f"{session.parts.way_on(session.state, ())} --approve ask")
-    return RunEnded(what, code=ExitCode.DENIED, command=session.parts.way_on(session.state, grants))
+    way_on = session.parts.way_on(session.state, [grant for grant in grants if grant])
+    return RunEnded(what, code=ExitCode.DENIED, command=way_on + (" --approve ask" if None in grants else ""))
 
 
 def stop_where_uncertain(session: Session) -> None:
@@ -4736,7 +4747,11 @@ def run_together(session: Session, calls: Sequence[ToolCall]) -> None:
         start_call(session, call)
 
     def work(call: ToolCall) -> None:
-        events.put(perform(session, call, lambda group, at: events.put(ToolSpawned(call.id, group, at))))
+        outcome = ToolFinished(call.id, call.name, ToolStatus.FAILED, "the tool broke down")
+        try:
+            outcome = perform(session, call, lambda group, at: events.put(ToolSpawned(call.id, group, at)))
+        finally:  # whatever happens here, the loop must not wait for ever
+            events.put(outcome)
 
     for call in calls:
         threading.Thread(target=work, args=(call,)).start()
@@ -4772,7 +4787,7 @@ def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], Non
             raise ToolError("what the call comes down to has changed since it was approved")
         parts.places.check()
         output = tool.kind.run(verdict.canonical, verdict.arguments, context)
-    except ToolError as error:
+    except (ToolError, OSError) as error:
         output = ToolOutput(ToolStatus.FAILED, whole(""), str(error))
     budget = min(tool.output or session.state.limits.output, window_share(parts.model.window()))
     text, omitted = truncate(output.output, budget, tool.kind.cut)

@@ -1022,6 +1022,42 @@ def test_a_denial_stops_the_whole_batch_before_any_call_runs(home):
     assert told == Ended(4, "done\n", "") and added(home) == [2]
 
 
+def test_a_hard_rule_is_lifted_by_no_grant_and_offers_none(home):
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.write_file]\nkind = "builtin"\n')
+    flags = script(home, call("write_file", path="m.toml", content="[tools]"), {"text": "no"})
+    ended = agentloop_run(home, "x", *flags, "--yes-scope", "write_file", "-q")
+    assert ended.code == 3 and "out of bounds" in ended.stderr and ended.way_on[-2:] == ["--approve", "ask"]
+    assert (home / "m.toml").read_text().startswith("\n[tools.add]")
+
+
+def test_a_tool_that_is_always_asked_for_is_not_granted(home):
+    (home / "m.toml").write_text(ARITHMETIC.replace('description = "Add', 'approval = "always"\ndescription = "Add'))
+    ended = agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-o", "json", "-q")
+    assert (ended.code, ended.object["denied"][0]["grant"], added(home)) == (3, None, [])
+
+
+def test_a_batch_of_read_only_calls_runs_at_once_and_comes_back_in_order(home):
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.wait]\nkind = "command"\ndescription = "Wait."\nreadonly = true\n'
+                                 'argv = ["sh", "-c", \'sleep "$1"; echo "$1"\', "--", "{s}"]\nparams.s = { type = "number" }\n')
+    batch = {"calls": [{"name": "wait", "arguments": {"s": n / 10}} for n in range(8, 0, -1)]}
+    with fakeserver.serve([batch, {"text": "ok"}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "--yes-scope", "wait", "-q", "-o", "jsonl")
+    assert [said["content"] for said in server.requests[1]["body"]["messages"] if said["role"] == "tool"] == [str(n / 10) for n in range(8, 0, -1)]
+    assert [event["call"] for event in ended.events if event["type"] == "tool.finished"] == [f"c{n}" for n in range(8, 0, -1)]
+
+
+def test_identical_effects_in_one_batch_happen_once(home):
+    batch = {"calls": [{"name": "add", "arguments": {"a": 1, "b": 1}}] * 3}
+    assert agentloop_run(home, "x", *script(home, batch, {"text": "ok"}), *GRANTED, "-q") == Ended(0, "ok\n", "")
+    assert added(home) == [2]
+
+
+def test_at_most_64_calls_of_a_turn_run(home):
+    batch = {"calls": [{"name": "add", "arguments": {"a": n, "b": 0}} for n in range(70)]}
+    assert agentloop_run(home, "x", *script(home, batch, {"text": "ok"}), *GRANTED, "-q").code == 0
+    assert added(home) == list(range(64))
+
+
 def test_a_grant_of_exact_words_allows_these_words_alone(home):
     flags = script(home, call("run_shell", command="echo  'a  b' >&2;:"), {"text": "no"})
     assert agentloop_run(home, "x", *flags, "-q", "--yes-scope", "run_shell:echo a b").code == 3
