@@ -1100,14 +1100,14 @@ class Mask(Value):
         return tuple(json.dumps(secret)[1:-1] for secret in self.secrets)
 
 
-def secrets_of(environment: Mapping[str, str], named: Iterable[str]) -> Mask:
-    """A Mask of the variables that are named, and of those whose name says that they are secret.
+def secrets_of(environment: Mapping[str, str], named: Iterable[str], more: Iterable[str]) -> Mask:
+    """A Mask of the variables that are named, of those whose name says that they are secret, and of `more`.
 
     Short values (under eight characters) would mask ordinary words, so they stay."""
     words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
     found = {value.strip() for name, value in environment.items()
              if name in named or any(word in name.upper().split("_") for word in words)}
-    return Mask(tuple(sorted((value for value in found if len(value) >= 8), key=len, reverse=True)))
+    return Mask(tuple(sorted((value for value in {*found, *more} if len(value) >= 8), key=len, reverse=True)))
 
 
 MASKED = "[masked secret]"
@@ -4991,6 +4991,7 @@ class Streams:
 
     def __init__(self, flags: Flags):
         self.printer, self.loudness = PRINTERS[flags.output], flags.loudness
+        self.mask = secrets_of(os.environ, (), ())
 
     def show(self, event: Event) -> None:
         """The sink of a session. Raises Interrupted (141) when the reader of stdout is gone."""
@@ -5002,7 +5003,7 @@ class Streams:
 
     def out(self, text: str) -> None:
         try:
-            write_all(1, text.encode("utf-8", "replace"))
+            write_all(1, self.mask.text(text).encode("utf-8", "replace"))
         except BrokenPipeError as error:
             raise Interrupted("the reader of stdout is gone", code=ExitCode.READER_GONE) from error
         except OSError as error:
@@ -5010,7 +5011,7 @@ class Streams:
 
     def err(self, text: str) -> None:
         try:
-            write_all(2, (text + "\n").encode("utf-8", "replace"))
+            write_all(2, (self.mask.text(text) + "\n").encode("utf-8", "replace"))
         except OSError:  # nobody reads stderr: there is no other place to say so
             pass
 
@@ -5326,12 +5327,13 @@ def far_reader(registry: Registry, endpoint: str) -> Iterator[str]:
 def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:
     processes, prompter, flags = Processes(), prompter_of(setup.flags), setup.flags
     on_deny = flags.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
+    setup.streams.mask = secrets_of(setup.machine.environ, (choice.options.key_env,), (choice.key,))
     return Parts(
         model, setup.registry, prompter, setup.places,
         lambda program, timeout, on_start: spawn(program, timeout, processes, on_start), journal.append,
         (setup.streams.show,), setup.interrupts.shield, processes.stop, deadline, setup.machine.environ,
         lambda state, more: way_on(flags, state, journal, more),
-        secrets_of(setup.machine.environ, (choice.options.key_env,)), on_deny)
+        setup.streams.mask, on_deny)
 
 
 def way_on(flags: Flags, state: State, journal: Journal | NoJournal, more: Sequence[str]) -> str:

@@ -301,7 +301,7 @@ def test_what_a_person_sees_is_printable(text):
 
 
 def test_secrets_are_masked_wherever_they_stand():
-    mask = agentloop.secrets_of({"DB_PASSWORD": "hunter2hunter2", "HOME": "/root", "PIN_TOKEN": "short", "MY": "named-one"}, ("MY",))
+    mask = agentloop.secrets_of({"DB_PASSWORD": "hunter2hunter2", "HOME": "/root", "PIN_TOKEN": "short", "MY": "named-one"}, ("MY",), ())
     assert mask.value({"a": ["x hunter2hunter2 y"], "named-one": "/root short"}) == {
         "a": ["x [masked secret] y"], "[masked secret]": "/root short"}
 
@@ -1237,6 +1237,16 @@ def test_no_secret_is_written_shown_or_sent(home):
     assert ended.code == 0 and "It is [masked secret]." in ended.stdout and not (home / "leaked").exists()
     assert secret not in everything and "the-key-of-the-model" not in everything
     assert server.requests[0]["headers"]["authorization"] == "Bearer the-key-of-the-model"
+
+
+def test_a_key_that_the_server_throws_back_is_masked_too(home):
+    (home / "key").write_text("the-key-of-the-file\n")
+    (home / "m.toml").write_text('[model]\nkey_file = "key"\n' + ARITHMETIC)
+    refusal = {"status": 401, "body": '{"error": {"message": "Incorrect API key provided: the-key-of-the-file"}}'}
+    with fakeserver.serve([refusal], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-o", "json")
+    assert ended.code == 77 and server.requests[0]["headers"]["authorization"] == "Bearer the-key-of-the-file"
+    assert "provided: [masked secret]" in ended.stderr and "the-key" not in ended.stdout + ended.stderr + journal_of(home).read_text()
 
 
 def test_env_run_as_a_tool_shows_no_key_and_nothing_that_was_not_passed(home):
