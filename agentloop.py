@@ -388,7 +388,8 @@ def kind_name(value: JSON) -> str:
 
 
 MAX_BYTES, MAX_DEPTH, MAX_DIGITS = 2 * 1024 * 1024, 64, 100
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+# A string that is not ended reaches to the end of the text: tried anew at each of its quotes, it would cost their square.
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 def strict_json(text: str, where: str = "arguments") -> object:
@@ -3367,7 +3368,7 @@ def read_reply(status: int, headers: Mapping[str, str], chunks: Iterable[bytes],
     Raises ModelError: for a status other than 2xx, an error inside a 200, and whatever ended early. Nothing of a
     failed or cut reply comes back, so nothing of it can run."""
     if not 200 <= status < 300:
-        raise http_error(status, headers, b"".join(itertools.islice(chunks, 4096)))
+        raise http_error(status, headers, beginning(chunks, MOST_ERROR))
     assembler = Assembler(on_delta)
     try:
         for record in read_records(chunks):
@@ -3378,6 +3379,16 @@ def read_reply(status: int, headers: Mapping[str, str], chunks: Iterable[bytes],
     return assembler.reply(tools)
 
 
+def beginning(chunks: Iterable[bytes], most: int) -> bytes:
+    """The first `most` bytes of a body; no more of it is read than that takes."""
+    data = bytearray()
+    for chunk in chunks:
+        data += chunk
+        if len(data) >= most:
+            break
+    return bytes(data[:most])
+
+
 def http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelError:
     """What a refusal says, in one line, with the wait that it asks for."""
     text = body.decode("utf-8", "replace").strip()
@@ -3385,7 +3396,7 @@ def http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelErr
         found = error_in(json.loads(text), Place.BODY)
     except ValueError:
         found = ""
-    message = found or one_line(re.sub(r"<[^>]*>", " ", text), 200) or "no message"
+    message = found or one_line(re.sub(r"<[^<>]*>", " ", text), 200) or "no message"
     if 300 <= status < 400:
         message = f"it redirects to {headers.get('location', 'nowhere')}; name that address with --url"
     return ModelError(ErrorKind.HTTP, f"status {status}: {one_line(message, 400)}", status, text[:4000],
@@ -3690,6 +3701,9 @@ def finished_calls(slot: Slot, tools: Sequence[ToolSpec], finish: str) -> Iterat
     known = {spec.name: spec for spec in tools}
     call = ToolCall("", known_name(slot.name, known), wire_id=slot.id, extra=slot.extra)
     given = slot.value if slot.value is not None else slot.text
+    if finish == CUT and given == "":
+        yield replace(call, problem="the reply was cut before its arguments")
+        return
     for text in two_objects(given):
         read = read_arguments(call, text)
         spec = known.get(read.name)
@@ -3833,7 +3847,7 @@ DONE = object()
 SSE_FIELDS = (b"", b"data", b"event", b"id", b"retry", b"error")
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 ECHOED_KEYS = ("reasoning_content",)  # DeepSeek refuses a history without it
-MOST_LINE = 64_000_000  # bytes
+MOST_LINE, MOST_ERROR = 64_000_000, 64_000  # bytes
 REPAIRS = (unfenced, first_object, escaped_controls, without_comma, python_literal)
 COERCIONS = {"integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,)}
 
@@ -3845,7 +3859,7 @@ def recover_text_calls(reply: Reply, tools: Sequence[ToolSpec]) -> Reply:
     """The reply with the calls that stand in its text: only where no structured call came, only for known tools,
     and only when the arguments of every one are valid. Else it stays what it was, a text."""
     known = {spec.name: spec for spec in tools}
-    for pattern, read in TEXT_FORMS if not reply.calls and reply.text else ():
+    for pattern, read in TEXT_FORMS if not reply.calls and len(reply.text) < MOST_TEXT_CALL else ():
         found = list(re.finditer(pattern, reply.text, re.DOTALL))
         calls = [call for match in found for call in text_calls(read, match, known)]
         if calls and all(valid_text_call(call, known) for call in calls):
@@ -3905,6 +3919,7 @@ def python_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
     return [(ast.unparse(node.func), {word.arg: ast.literal_eval(word.value) for word in node.keywords}) for node in nodes]
 
 
+MOST_TEXT_CALL = 32_000  # characters: a longer text is no call, and could be made to take for ever
 TEXT_FORMS = (  # what, and how it is read; tried in this order
     (r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)(?:\{.*\}$)?", json_calls),
     (r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", tagged_call),
@@ -4105,7 +4120,7 @@ def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JS
     request = HttpRequest(method, url, auth_headers(choice, url), choice.options.query, body, PROBE_WAIT, PROBE_WAIT * 4,
                           PROBE_WAIT, choice.options.ca_file)
     with http.request(request) as reply:
-        data = b"".join(itertools.islice(reply.chunks, 1000))
+        data = beginning(reply.chunks, MOST_PROBE)
         if reply.status != 200:
             raise with_code(ModelError(ErrorKind.HTTP, f"{url}: status {reply.status}", reply.status))
     try:
@@ -4385,7 +4400,7 @@ OVERFLOW_WORDS = ("exceed_context_size_error", "context_length_exceeded", "maxim
 NO_TOOLS_WORDS = ("does not support tools", "--enable-auto-tool-choice", "--jinja", "tool parser")
 DELTAS = {"text": TextDelta, "thinking": ThinkingDelta}
 MOST_WAIT = 60.0  # seconds: a longer Retry-After is reported, not slept
-PROBE_WAIT = 2.0  # seconds
+PROBE_WAIT, MOST_PROBE = 2.0, 16_000_000  # seconds, bytes
 MOST_OLLAMA_WINDOW = 16_384  # tokens: a larger one may not fit the memory
 DEMO, DEMO_PARTS, DEMO_BYTES = "demo", 22, 1_117_320_768
 DEMO_FILE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"

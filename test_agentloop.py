@@ -201,6 +201,12 @@ def test_strict_json_refuses_what_two_readers_could_read_differently(text):
         agentloop.strict_json(text)
 
 
+@pytest.mark.parametrize("text", ['{"a": "' + '\\"' * 200_000, '{\\"a' * 100_000, "[" * 500_000, '"' * 400_001], ids=["escaped", "double-escaped", "deep", "quotes"])
+def test_strict_json_refuses_a_hostile_text_without_taking_for_ever(text):
+    with pytest.raises(ToolError):
+        agentloop.strict_json(text)
+
+
 @given(JSON_VALUES)
 def test_strict_json_reads_all_ordinary_json(value):
     assert agentloop.strict_json(json.dumps(value)) == value
@@ -791,6 +797,19 @@ def test_a_body_means_the_same_however_it_is_split(case, cuts):
     whole = b"".join(chunks_of(case))
     borders = [0, *sorted(cut for cut in cuts if cut < len(whole)), len(whole)]
     assert read_body(case, [whole[a:b] for a, b in zip(borders, borders[1:])]) == read_body(case, [whole])
+
+
+HOSTILE_REPLIES = ["<tool_call>{" * 100_000, "<tool_call>{" * 2500, "<" * 30_000, "<function=a>" * 2600, "[TOOL_CALLS]{" * 2400, "[f(" * 10_000,
+                   "```json\n{" * 3000, "<think>" * 100_000]
+
+
+@pytest.mark.parametrize("text", HOSTILE_REPLIES, ids=[text[:12] for text in HOSTILE_REPLIES])
+def test_a_hostile_reply_stays_a_text_and_takes_no_time(text):
+    body = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}).encode()
+    reply = agentloop.recover_text_calls(agentloop.read_reply(200, {}, [body], QUIRK_TOOLS, lambda kind, text: None), QUIRK_TOOLS)
+    assert reply.calls == ()
+    with pytest.raises(agentloop.ModelError):
+        agentloop.read_reply(500, {}, [text.encode()], QUIRK_TOOLS, lambda kind, text: None)
 
 
 # ── The program itself ──
