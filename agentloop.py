@@ -1654,13 +1654,14 @@ class Interrupts:
 class Processes:
     """The running process groups of a session. They end together: at `stop()`, or when agentloop is killed.
 
-    For the latter a shell of its own session reads which groups live, and ends them when its pipe closes: no
-    signal can be missed that way, and grandchildren end too."""
+    For the latter a shell of its own session waits for the end of a pipe, then ends the groups that a list in memory
+    names: no signal can be missed that way, grandchildren end too, and it sleeps until then."""
 
     def __init__(self) -> None:
         self.stopped, self.stopper = os.pipe()  # the closing of one end wakes all who watch the other
         self.groups: set[int] = set()
         self.guard: Any = None
+        self.list = -1
         self.lock = threading.Lock()
 
     def stop(self) -> None:
@@ -1669,30 +1670,35 @@ class Processes:
             self.stopper = -1
 
     def prepare(self) -> None:
-        """Starts the guard, so that it is there before the first group is."""
+        """Starts the guard, so that it is there before the first group is. It reads the list from descriptor 1."""
         with self.lock:
             if self.guard is None:
-                self.guard = subprocess.Popen(
-                    ("/bin/sh", "-c", GUARD), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0, cwd="/", env={})
+                self.list = scratch_file()
+                self.guard = subprocess.Popen(("/bin/sh", "-c", GUARD), stdin=subprocess.PIPE, stdout=self.list,
+                                              stderr=subprocess.DEVNULL, start_new_session=True, cwd="/", env={})
 
     def began(self, group: int) -> None:
         with self.lock:
             self.groups.add(group)
-            self.tell()
+            self.write_list()
 
     def ended(self, group: int) -> None:
         with self.lock:
             self.groups.discard(group)
-            if self.guard is not None:
-                self.tell()
+            self.write_list()
 
-    def tell(self) -> None:
-        """Gives the guard the list of the groups that live."""
-        try:
-            self.guard.stdin.write(" ".join(map(str, self.groups)).encode() + b"\n")
-        except BrokenPipeError:  # somebody ended the guard; the next call starts another
-            self.guard = None
+    def write_list(self) -> None:
+        """One write, always of the same length: the list is the old one or the new one."""
+        os.pwrite(self.list, f"{' '.join(map(str, self.groups)):<500}\n".encode(), 0)
+
+
+def scratch_file() -> int:
+    """A descriptor of a file without a name, in memory where the system has that."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("agentloop", os.MFD_CLOEXEC)
+    import tempfile
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class ProcessEnd(StrEnum):
@@ -2101,7 +2107,7 @@ INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode
 PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited
 TERM_GRACE = 0.5  # seconds between TERM and KILL
 BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # counts from the start of the machine
-GUARD = """trap '' INT TERM HUP; while read -r line; do groups=$line; done
+GUARD = """trap '' INT TERM HUP; read -r nothing; read -r groups <&1
 for group in $groups; do kill -KILL "-$group"; done"""
 
 
