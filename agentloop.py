@@ -4423,7 +4423,8 @@ class Journal:
         self.path, self.records, self.descriptor, self.size = path, records, -1, 0
 
     def append(self, record: Mapping[str, JSON], sync: Sync) -> None:
-        """Writes one record. Raises ConfigError when it cannot be written whole: then nothing of it is."""
+        """Writes one record; the file gets its name with the first. Raises ConfigError when a record cannot be
+        written whole: then nothing of it is."""
         if self.descriptor < 0:
             self.open()
         now = time.time()
@@ -4435,6 +4436,8 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if sync is Sync.DISK:
                 os.fsync(self.descriptor)
+            if not self.records:
+                os.rename(self.path + NAMELESS, self.path)
         except OSError as error:
             os.ftruncate(self.descriptor, self.size)
             raise ConfigError(f"the journal cannot be written: {error.strerror}", self.path) from error
@@ -4446,8 +4449,10 @@ class Journal:
         folder = os.path.dirname(os.path.abspath(self.path))
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            fresh = os.O_CREAT | os.O_EXCL if not self.records else 0
-            self.descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | fresh, 0o600)
+            if not self.records and os.path.exists(self.path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            name, fresh = (self.path, 0) if self.records else (self.path + NAMELESS, os.O_CREAT | os.O_TRUNC)
+            self.descriptor = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | fresh, 0o600)
         except OSError as error:
             raise ConfigError(f"the journal cannot be opened: {error.strerror}", self.path,
                               "name another place with --journal FILE, or --journal none") from error
@@ -4492,6 +4497,9 @@ class NoJournal:
 
     def close(self) -> None:
         pass
+
+
+NAMELESS = ".new"  # what a journal is called until its first record is in it
 
 
 class Sync(StrEnum):

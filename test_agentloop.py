@@ -1371,6 +1371,9 @@ def test_killed_at_any_instant_no_effect_happens_twice_or_is_lost(home, seeds):
         process.wait()
         if not (home / "state" / "agentloop" / "sessions").exists():
             continue  # it had not begun
+        if not list((home / "state" / "agentloop" / "sessions").glob("*.jsonl")):
+            assert added(home) == []
+            continue  # its first record was not whole
         code = agentloop_run(home, str(journal_of(home)), *GRANTED, "-q", command="resume").code
         if code == 10:
             uncertain += 1
