@@ -519,8 +519,6 @@ class ModelOptions(Value):
     """What a session remembers of its model, without secrets."""
 
     context: int | None = None  # tokens
-    headers: Mapping[str, str] = field(default_factory=dict)
-    query: Mapping[str, str] = field(default_factory=dict)
     key_env: str = ""
     key_file: str = ""
     ca_file: str = ""
@@ -883,7 +881,9 @@ def apply_adapted(state: State, event: RequestAdapted) -> State:
 
 
 def apply_decided(state: State, event: CallDecided) -> State:
-    return replace(state, decided={**state.decided, event.call: event})
+    """A decision after a start says that the call did not begin, or may begin again."""
+    begun = {call: start for call, start in state.begun.items() if call != event.call}
+    return replace(state, decided={**state.decided, event.call: event}, begun=begun)
 
 
 def apply_begun(state: State, event: ToolStarted) -> State:
@@ -929,8 +929,10 @@ def apply_finished(state: State, event: SessionFinished) -> State:
 
 
 def close_batch(state: State) -> State:
-    """The open batch moved into the history."""
-    return replace(state, history=state.messages, batch=(), decided={}, begun={}, spawned={}, results={})
+    """The open batch moved into the history; a call that was left pending is answered too, as every server demands."""
+    pending = {call.id: ToolFinished(call.id, call.name, ToolStatus.DENIED, NOT_RUN) for call in state.open_calls}
+    closed = replace(state, results={**state.results, **pending})
+    return replace(state, history=closed.messages, batch=(), decided={}, begun={}, spawned={}, results={})
 
 
 def repeat_note(repeat: Repeat | None) -> str:
@@ -971,6 +973,7 @@ def add(total: int | None, more: int | None) -> int | None:
 
 REPEAT_NOTES = ("", "", "You have this result already. Answer, or call another tool.", "Answer now.")
 THEN_ANSWER = "Then answer."
+NOT_RUN = "not run: the session stopped before it"
 CUT = "length"  # how both wires say that a reply ended at its token limit
 FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
          RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
@@ -1007,25 +1010,20 @@ def truncate(output: Captured, budget: int, cut: CutFrom) -> tuple[str, Omitted]
         return head, Omitted()
     share = budget // 3 if cut is CutFrom.MIDDLE_KEEP_TAIL else 2 * budget // 3
     room = budget - MARKER_ROOM
-    first = on_border(head[:min(share, room)])
+    first = head[:min(share, room)]
+    first = first[:first.rfind("\n") + 1] or first  # up to a line end, or the beginning of one long line
     rest = tail or head
-    last = rest[len(rest) - (room - len(first)):] if len(rest) > room - len(first) else rest
+    last = rest[-(room - len(first)):]
     if "\n" in last[:-1] and len(rest) > len(last):
         last = last[last.index("\n") + 1:]
     kept_bytes = len(first.encode()) + len(last.encode())
     kept_lines = first.count("\n") + last.count("\n") + (not last.endswith("\n"))
     omitted = Omitted(max(0, output.total_lines - kept_lines), max(0, output.total_bytes - kept_bytes))
-    return f"{first}{omission(omitted)}\n{last}", omitted
+    return f"{first}{'' if first.endswith(chr(10)) else chr(10)}{omission(omitted)}\n{last}", omitted
 
 
 def omission(omitted: Omitted) -> str:
     return f"[… {omitted.lines:,} lines, {human_bytes(omitted.bytes)} omitted …]"
-
-
-def on_border(text: str) -> str:
-    """`text` up to its last line end, or whole with one added where it has a single long line."""
-    border = text.rfind("\n")
-    return text[:border + 1] if border >= 0 else text + "\n"
 
 
 def plain(data: bytes) -> str:
@@ -1080,6 +1078,22 @@ class Mask(Value):
                 text = text.replace(secret, MASKED)
         return text
 
+    def captured(self, output: Captured) -> Captured:
+        """An output without the secrets: hidden before it is cut, or a part of one could stand at the border."""
+        head, tail = output.head, output.tail
+        for secret in self.secrets:
+            head, tail = (part.replace(secret.encode(), MASKED.encode()) for part in (head, tail))
+        return replace(output, head=head, tail=tail)
+
+    def begun(self, text: str) -> int:
+        """Where in the text a secret begins that may go on in the next piece; its length where none does."""
+        return next((n for n in range(max(0, len(text) - self.longest), len(text))
+                     if any(secret.startswith(text[n:]) for secret in self.secrets)), len(text))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        return max(map(len, self.secrets), default=0)
+
     def value(self, value: JSON) -> JSON:
         """The same JSON value with every secret in its strings hidden."""
         if isinstance(value, str):
@@ -1102,16 +1116,19 @@ class Mask(Value):
 
 
 def secrets_of(environment: Mapping[str, str], named: Iterable[str], more: Iterable[str]) -> Mask:
-    """A Mask of the variables that are named, of those whose name says that they are secret, and of `more`.
+    """A Mask of the variables that are named, of those whose name says that they are secret, and of `more`; also
+    in the forms that they have inside a JSON text.
 
     Short values (under eight characters) would mask ordinary words, so they stay."""
-    words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
     found = {value.strip() for name, value in environment.items()
-             if name in named or any(word in name.upper().split("_") for word in words)}
-    return Mask(tuple(sorted((value for value in {*found, *more} if len(value) >= 8), key=len, reverse=True)))
+             if name in named or SECRET_WORDS & set(re.split("[_-]", name.upper()))}
+    whole = {value for value in {*found, *more} if len(value) >= 8}
+    forms = {form for value in whole for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])}
+    return Mask(tuple(sorted(forms, key=len, reverse=True)))
 
 
 MASKED = "[masked secret]"
+SECRET_WORDS = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTHORIZATION"}
 MARKER_ROOM = 60  # characters for the line that counts what was left out
 CONTROLS = {code: None for code in (*range(0x09), *range(0x0b, 0x20), *range(0x7f, 0xa0))}
 
@@ -1657,7 +1674,8 @@ class Processes:
     For the latter a shell of its own session waits for the end of a pipe, then ends the groups that a list in memory
     names: no signal can be missed that way, grandchildren end too, and it sleeps until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, shield: Callable[[], Any] = contextlib.nullcontext) -> None:
+        self.shield = shield  # no signal comes between the start of a process and its entry in the list
         self.stopped, self.stopper = os.pipe()  # the closing of one end wakes all who watch the other
         self.groups: set[int] = set()
         self.guard: Any = None
@@ -1763,21 +1781,24 @@ def spawn(program: Program, timeout: float, processes: Processes, on_start: Call
 
     `on_start` gets the process group and its start time. Raises ToolError when it cannot be started."""
     processes.prepare()
+    process, capture = None, Capture()
     try:
-        process = subprocess.Popen(
-            program.argv, env=dict(program.environment), cwd=program.cwd, bufsize=0,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    except OSError as error:
-        raise ToolError(f"cannot start {program.argv[0]}: {error.strerror}") from error
-    capture = Capture()
-    try:
-        processes.began(process.pid)
+        with processes.shield():
+            process = subprocess.Popen(
+                program.argv, env=dict(program.environment), cwd=program.cwd, bufsize=0,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+            processes.began(process.pid)
         on_start(process.pid, f"{time.clock_gettime(BOOT_CLOCK):.2f}")
         end = drain(process, capture, timeout, processes.stopped)
+    except OSError as error:
+        if process is not None:
+            raise
+        raise ToolError(f"cannot start {program.argv[0]}: {error.strerror}") from error
     finally:
-        end_group(process)
-        processes.ended(process.pid)
-        process.stdout.close()
+        if process is not None:
+            end_group(process)
+            processes.ended(process.pid)
+            process.stdout.close()
     return Finished(end, process.returncode, capture.captured())
 
 
@@ -2074,13 +2095,21 @@ def write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data):]
 
 
+def read_bytes(path: str) -> bytes:
+    """The bytes of a file that the operator named. Raises ConfigError."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error), path) from error
+
+
 def read_file(path: str) -> str:
     """The text of a file that the operator named. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(getattr(error, "strerror", None) or "not UTF-8 text", path) from error
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError("not UTF-8 text", path) from error
 
 
 def writable_by_others(path: str) -> bool:
@@ -2610,13 +2639,19 @@ class LimitsEntry(Value):
 
 
 @value
-class Manifest(Value):
-    """A manifest file, decoded. `where` is its path."""
+class Tables(Value):
+    """What a manifest file may hold."""
 
     tools: Mapping[str, Entry] = field(default_factory=dict)
     model: ModelEntry = ModelEntry()
     limits: LimitsEntry = LimitsEntry()
     sandbox: Mapping[str, SandboxEntry] = field(default_factory=dict)
+
+
+@value
+class Manifest(Tables):
+    """A manifest file, decoded. `where` is its path."""
+
     where: str = ""
     sha256: str = ""
 
@@ -2646,10 +2681,9 @@ def parse_manifest(text: str, where: str) -> Manifest:
     import tomllib
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(str(error), where) from error
-    manifest = decode(Manifest, {key: value for key, value in data.items() if key not in ("where", "sha256")}, where)
-    return replace(manifest, where=where, sha256=hashlib.sha256(text.encode()).hexdigest())
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(str(error) or "nested too deep", where) from error
+    return Manifest(**vars(decode(Tables, data, where)), where=where, sha256=hashlib.sha256(text.encode()).hexdigest())
 
 
 def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]) -> Registry:
@@ -3952,7 +3986,9 @@ class ModelChoice(Value):
     url: str = ""
     calls: CallMode = CallMode.AUTO
     options: ModelOptions = ModelOptions()
-    key: str = field(default="", repr=False)
+    key: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)  # the operator's own: as secret as a key
+    query: Mapping[str, str] = field(default_factory=dict)
 
 
 class OllamaWire:
@@ -4050,7 +4086,7 @@ class HttpModel:
         self.provider, self.name, self.options, self.wire = choice.provider, choice.name, choice.options, wire
         self.http, self.endpoint, self.tokens, self.warnings = http, endpoint, tokens, warnings
         self.server = server  # one inside this process lives as long as its model
-        self.headers = auth_headers(choice, endpoint)
+        self.headers, self.query = auth_headers(choice, endpoint), choice.query
 
     def window(self) -> int:
         return self.tokens
@@ -4076,7 +4112,7 @@ class HttpModel:
 
     def once(self, request: Request, notice: Callable[[Event], None]) -> Reply:
         options = self.options
-        call = HttpRequest("POST", self.endpoint + self.wire.path, self.headers, options.query,
+        call = HttpRequest("POST", self.endpoint + self.wire.path, self.headers, self.query,
                            self.wire.body(self, request), options.connect_s, options.first_byte_s, options.idle_s,
                            options.ca_file)
         def show(kind: str, text: str) -> None:
@@ -4117,13 +4153,13 @@ def auth_headers(choice: ModelChoice, endpoint: str) -> dict[str, str]:
         raise ConfigError("a key is sent over TLS or to this machine only", f"{parts.scheme}://{parts.netloc}",
                           "use an https:// address")
     bearer = {"authorization": f"Bearer {choice.key}"} if choice.key else {}
-    return {**bearer, **choice.options.headers}
+    return {**bearer, **choice.headers}
 
 
 def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JSON:
     """The JSON of a short question to a server. Raises ModelError."""
     method = "GET" if body is None else "POST"
-    request = HttpRequest(method, url, auth_headers(choice, url), choice.options.query, body, PROBE_WAIT, PROBE_WAIT * 4,
+    request = HttpRequest(method, url, auth_headers(choice, url), choice.query, body, PROBE_WAIT, PROBE_WAIT * 4,
                           PROBE_WAIT, choice.options.ca_file)
     with http.request(request) as reply:
         data = beginning(reply.chunks, MOST_PROBE)
@@ -4281,16 +4317,21 @@ def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: St
         if not os.isatty(2):
             raise ConfigError("no model is named" if not name else "it is not said where the model is served", "--model",
                               "write --model PROVIDER:NAME --url URL, or put spec and url into [model] of the manifest")
-        return found_model(ModelChoice(provider, name, url, calls, options), machine, streams)
+        return found_model(ModelChoice(provider, name, url, calls, options, "", entry.headers, entry.query), machine, streams)
     url = http_url(url)
-    return ModelChoice(provider, name, url, calls, options, key_of(options, url, machine, trusted_url=given))
+    key = key_of(options, url, machine, trusted_url=given)
+    return ModelChoice(provider, name, url, calls, options, key, entry.headers, entry.query)
 
 
-def choice_of(flags: Flags, machine: Machine, started: SessionStarted) -> ModelChoice:
-    """The model that a session had."""
+def choice_of(flags: Flags, machine: Machine, started: SessionStarted, entry: ModelEntry) -> ModelChoice:
+    """The model that a session had; what it names relative lies where the session began."""
     options, url = started.options.model, http_url(flags.url) if flags.url else started.endpoint
+    if options.key_file:
+        options = replace(options, key_file=os.path.join(started.cwd, options.key_file))
+    in_a_file = started.provider in ("gguf", "script") and started.model != DEMO
+    name = os.path.join(started.cwd, started.model) if in_a_file else started.model
     key = key_of(options, url, machine, trusted_url=flags.url or url) if url else ""
-    return ModelChoice(started.provider, started.model, url, started.call_mode, options, key)
+    return ModelChoice(started.provider, name, url, started.call_mode, options, key, entry.headers, entry.query)
 
 
 def provider_of(url: str, environ: Mapping[str, str]) -> str:
@@ -4304,6 +4345,8 @@ def http_url(url: str) -> str:
     """The URL with its scheme and without a slash at its end; 0.0.0.0 means this machine."""
     url = url if "://" in url else f"http://{url}"
     parts = urllib.parse.urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("a name or a key in the URL would be shown", "--url", "put it into key_env, key_file or headers")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("not an http(s) URL", f"--url {url}")
     if parts.hostname == "0.0.0.0":
@@ -4315,8 +4358,7 @@ def http_url(url: str) -> str:
 
 def options_of(flags: Flags, entry: ModelEntry) -> ModelOptions:
     seconds = lambda key: duration(getattr(entry, key), f"model.{key}")
-    return ModelOptions(flags.context or entry.context, entry.headers, entry.query, entry.key_env, entry.key_file,
-                        entry.ca_file, seconds("connect_timeout"), seconds("first_byte_timeout"),
+    return ModelOptions(flags.context or entry.context, entry.key_env, entry.key_file, entry.ca_file, seconds("connect_timeout"), seconds("first_byte_timeout"),
                         seconds("idle_timeout"), entry.stream)
 
 
@@ -4468,19 +4510,12 @@ class Journal:
         Raises ConfigError naming `file:line` for any other damage."""
         self.records = 1  # it must exist
         self.open()
-        with open(os.dup(self.descriptor), "rb") as file:
-            file.seek(0)
-            data = file.read()
-        whole_part, _, torn = data.rpartition(b"\n")
+        data = read_bytes(self.path)
+        events, torn = read_journal(self.path, data)
         if torn:
-            os.ftruncate(self.descriptor, len(data) - len(torn))
-        self.size = len(data) - len(torn)
-        lines = whole_part.split(b"\n") if whole_part else []
-        events = tuple(read_record(line, f"{self.path}:{n}") for n, line in enumerate(lines, 1))
-        self.records = len(events)
-        if not events:
-            raise ConfigError("the journal holds no session", self.path)
-        return events, f"{self.path}: a torn record of {len(torn)} bytes was cut" if torn else ""
+            os.ftruncate(self.descriptor, len(data) - torn)
+        self.records, self.size = len(events), len(data) - torn
+        return events, f"{self.path}: a torn record of {torn} bytes was cut" if torn else ""
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -4507,6 +4542,18 @@ class Sync(StrEnum):
 
     KERNEL = "kernel"
     DISK = "disk"
+
+
+def read_journal(path: str, data: bytes) -> tuple[tuple[Event, ...], int]:
+    """The events in a journal's bytes, and how many bytes of a torn record come after them.
+
+    Raises ConfigError naming `file:line` of any other damage."""
+    whole_part, _, torn = data.rpartition(b"\n")
+    lines = whole_part.split(b"\n") if whole_part else []
+    events = tuple(read_record(line, f"{path}:{n}") for n, line in enumerate(lines, 1))
+    if not events:
+        raise ConfigError("the journal holds no session", path)
+    return events, len(torn)
 
 
 def read_record(line: bytes, where: str) -> Event:
@@ -4551,7 +4598,7 @@ class Parts(Value):
     stop: Callable[[], None]  # ends every running process
     deadline: Deadline
     environ: Mapping[str, str]
-    way_on: Callable[[State, Sequence[str]], str]  # the command that goes on with these grants added
+    way_on: Callable[[State, Sequence[str]], str]  # the command that goes on with these options added
     mask: Mask = Mask()
     on_deny: OnDeny = OnDeny.STOP
     clock: Callable[[], float] = time.monotonic
@@ -4646,8 +4693,9 @@ def stop_where_spent(session: Session) -> None:
         raise turn_limit(session)
     spent = (state.usage.prompt or 0) + (state.usage.completion or 0)
     if limits.max_tokens and spent >= limits.max_tokens:
+        command = session.parts.way_on(state, ("--max-tokens", str(spent + limits.max_tokens)))
         raise RunEnded(f"the token limit of {limits.max_tokens:,} is reached ({spent:,} used)", code=ExitCode.LIMIT,
-                       mend="go on with a higher --max-tokens", command=session.parts.way_on(state, ()))
+                       mend="go on with a higher --max-tokens", command=command)
     if state.empty_replies > 1:
         raise RunEnded("the model gave an empty reply twice", code=ExitCode.UNUSABLE)
     if state.broken_batches >= MOST_BROKEN:
@@ -4666,7 +4714,7 @@ def may_move_on(state: State) -> bool:
 def turn_limit(session: Session) -> RunEnded:
     limit = session.state.limits.max_turns
     return RunEnded(f"the limit of {limit} turns is reached", mend="go on with a higher --max-turns",
-                    code=ExitCode.LIMIT, command=f"{session.parts.way_on(session.state, ())} --max-turns {limit * 2}")
+                    code=ExitCode.LIMIT, command=session.parts.way_on(session.state, ("--max-turns", str(limit * 2))))
 
 
 def approve_phase(session: Session) -> Phase:
@@ -4674,7 +4722,7 @@ def approve_phase(session: Session) -> Phase:
     state = session.state
     if state.turns >= state.limits.max_turns:
         raise turn_limit(session)
-    stop_where_uncertain(session)
+    refuse_uncertain(state, session.parts.registry)
     calls = state.open_calls
     session.verdicts = {call.id: judge(call, session.parts.registry, session.grants, session.parts.places)
                         if n < MOST_CALLS else refusal(f"at most {MOST_CALLS} calls a turn")
@@ -4715,15 +4763,16 @@ def denial(session: Session, denied: Sequence[ToolCall]) -> RunEnded:
     more = f" and {len(denied) - 1} more" if len(denied) > 1 else ""
     what = f"denied: {first.tool}: {one_line(shown_subject(first))}{more} ({session.state.decided[denied[0].id].reason})"
     grants = [verdict.grant for verdict in verdicts]
-    way_on = session.parts.way_on(session.state, [grant for grant in grants if grant])
-    return RunEnded(what, code=ExitCode.DENIED, command=way_on + (" --approve ask" if None in grants else ""))
+    options = [part for grant in dict.fromkeys(grants) if grant for part in ("--yes-scope", grant)]
+    options += ["--approve", "ask"] if None in grants else []
+    return RunEnded(what, code=ExitCode.DENIED, command=session.parts.way_on(session.state, options))
 
 
-def stop_where_uncertain(session: Session) -> None:
+def refuse_uncertain(state: State, registry: Registry) -> None:
     """Raises RunEnded (exit 10) for a call that was started by a process that is gone, and may have had an effect."""
-    for call in session.state.open_calls:
-        tool = session.parts.registry.tools.get(call.name)
-        if call.id in session.state.begun and not (tool and (tool.readonly or tool.idempotent)):
+    for call in state.open_calls:
+        tool = registry.tools.get(call.name)
+        if call.id in state.begun and not (tool and (tool.readonly or tool.idempotent)):
             raise RunEnded(f"{call.id} ({call.name}) was started and its end is not known", code=ExitCode.UNCERTAIN,
                            mend="look at what it did before you go on")
 
@@ -4760,20 +4809,18 @@ def run_alone(session: Session, call: ToolCall) -> None:
         session.emit(replace(twin, call=call.id, output=f"[the same call as {twin.call}, run once]\n{twin.output}",
                              duration_s=0.0))
         return
-    start_call(session, call)
-    try:
-        session.emit(perform(session, call, lambda group, at: session.emit(ToolSpawned(call.id, group, at))))
-    except Interrupted as stopped:
-        session.emit(ToolFinished(call.id, call.name, ToolStatus.UNCERTAIN,
-                                  f"{stopped.what} before it had finished; what it did until then is not known"))
-        raise
+    with settled(session, [call], not_begun):
+        start_call(session, call)
+        with settled(session, [call], not_ended):
+            session.emit(perform(session, call, lambda group, at: session.emit(ToolSpawned(call.id, group, at))))
 
 
 def run_together(session: Session, calls: Sequence[ToolCall]) -> None:
     """Carries out read-only calls at the same time. This thread alone emits; the workers hand it their events."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for call in calls:
-        start_call(session, call)
+    with settled(session, calls, not_begun):
+        for call in calls:
+            start_call(session, call)
 
     def work(call: ToolCall) -> None:
         outcome = ToolFinished(call.id, call.name, ToolStatus.FAILED, "the tool broke down")
@@ -4782,19 +4829,42 @@ def run_together(session: Session, calls: Sequence[ToolCall]) -> None:
         finally:  # whatever happens here, the loop must not wait for ever
             events.put(outcome)
 
-    for call in calls:
-        threading.Thread(target=work, args=(call,)).start()
-
-    def collect() -> None:
-        while any(call.id not in session.state.results for call in calls):
+    stopped, working = None, [threading.Thread(target=work, args=(call,)) for call in calls]
+    while any(call.id not in session.state.results for call in calls):
+        try:
+            while working:
+                with session.parts.shield():
+                    working.pop().start()
             session.emit(events.get())
+        except Interrupted as error:  # what has begun is waited for, then it goes on
+            stopped = error
+            session.parts.stop()
+    if stopped:
+        raise stopped
 
+
+@contextmanager
+def settled(session: Session, calls: Sequence[ToolCall],
+            known: Callable[[State, ToolCall, Interrupted], Event]) -> Iterator[None]:
+    """A stop inside leaves no begun call without a word: the event says what is `known` of it."""
     try:
-        collect()
-    except Interrupted:
-        session.parts.stop()
-        collect()
+        yield
+    except Interrupted as stopped:
+        for call in calls:
+            if call.id in session.state.begun and call.id not in session.state.results:
+                with contextlib.suppress(Interrupted):  # one was raised already
+                    session.emit(known(session.state, call, stopped))
         raise
+
+
+def not_begun(state: State, call: ToolCall, stopped: Interrupted) -> CallDecided:
+    """Decided anew, the call waits as it did before its start was written down."""
+    return state.decided[call.id]
+
+
+def not_ended(state: State, call: ToolCall, stopped: Interrupted) -> ToolFinished:
+    return ToolFinished(call.id, call.name, ToolStatus.UNCERTAIN,
+                        f"{stopped.what} before it had finished; what it did until then is not known")
 
 
 def start_call(session: Session, call: ToolCall) -> None:
@@ -4818,8 +4888,8 @@ def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], Non
         output = tool.kind.run(verdict.canonical, verdict.arguments, context)
     except (ToolError, OSError) as error:
         output = ToolOutput(ToolStatus.FAILED, whole(""), str(error))
-    budget = min(tool.output or session.state.limits.output, window_share(parts.model.window()))
-    text, omitted = truncate(output.output, budget, tool.kind.cut)
+    budget = min(tool.output or session.state.limits.output, window_share(parts.model.window()), MOST_OUTPUT)
+    text, omitted = truncate(parts.mask.captured(output.output), budget, tool.kind.cut)
     text = "\n".join(part for part in (output.note, text.rstrip("\n")) if part) or "(no output)"
     return ToolFinished(call.id, call.name, output.status, text, omitted, round(parts.clock() - before, 3))
 
@@ -4829,7 +4899,7 @@ def answer_phase(session: Session) -> Phase:
     if session.state.last_reply.finish == CUT:
         limit = session.state.limits.reply_tokens
         raise RunEnded("the answer was cut by its own length", mend="go on with more --reply-tokens", code=ExitCode.LIMIT,
-                       command=f"{session.parts.way_on(session.state, ())} --reply-tokens {limit * 2}")
+                       command=session.parts.way_on(session.state, ("--reply-tokens", str(limit * 2))))
     return Phase.DONE
 
 
@@ -4870,7 +4940,7 @@ def evidence_of(state: State) -> tuple[Evidence, ...]:
     return tuple(found)
 
 
-MOST_CALLS = 64
+MOST_CALLS, MOST_OUTPUT = 64, 65_536  # calls of a turn, characters of a result (approvals.md 8)
 MOST_REPEATS = 5
 MOST_BROKEN = 3
 GOES_ON = frozenset((ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HANGUP, ExitCode.DEADLINE, ExitCode.ENDPOINT,
@@ -5018,25 +5088,51 @@ class Flags(Value):
 class Streams:
     """stdout and stderr of this process: the one place that prints."""
 
-    def __init__(self, flags: Flags):
-        self.printer, self.loudness = PRINTERS[flags.output], flags.loudness
+    def __init__(self, flags: Flags, interrupts: Interrupts):
+        self.printer, self.loudness, self.interrupts = PRINTERS[flags.output], flags.loudness, interrupts
         self.mask = secrets_of(os.environ, (), ())
+        self.unsaid = b""  # of stdout, after a signal in the middle of a line
+        self.held: dict[type, str] = {}  # pieces of text in which a secret may have begun
 
     def show(self, event: Event) -> None:
         """The sink of a session. Raises Interrupted (141) when the reader of stdout is gone."""
-        self.printer(event, self.out)
+        for whole_event in self.unsplit(event):
+            self.printer(whole_event, self.out)
         line = progress_line(event, self.loudness)
         if line:
             for part in line.split("\n"):
                 self.err(f"agentloop: {part}")
 
+    def unsplit(self, event: Event) -> Iterator[Event]:
+        """The event; of a piece of text what can be judged alone, since a secret may come in two pieces."""
+        cls = type(event)
+        if cls in DELTAS.values() and self.mask.secrets:
+            text = self.held.pop(cls, "") + event.text
+            at = self.mask.begun(text)
+            if text[at:]:
+                self.held[cls] = text[at:]
+            event = cls(text[:at])
+        else:
+            yield from (kind(self.held.pop(kind)) for kind in list(self.held))
+        if cls not in DELTAS.values() or event.text:
+            yield event
+
     def out(self, text: str) -> None:
+        """Writes to stdout, a line always whole. Raises Interrupted when its reader is gone, ConfigError when it is full."""
+        self.unsaid += self.mask.text(text).encode("utf-8", "replace")
         try:
-            write_all(1, self.mask.text(text).encode("utf-8", "replace"))
+            while self.unsaid:  # a signal comes through while it waits, never between a write and its count
+                patience = LAST_PATIENCE if self.interrupts.pending else None
+                if not select.select([], [1], [], patience)[1]:
+                    raise ConfigError("nobody reads it", "stdout")
+                with self.interrupts.shield():
+                    self.unsaid = self.unsaid[os.write(1, self.unsaid[:select.PIPE_BUF]):]
         except BrokenPipeError as error:
+            self.unsaid = b""
             raise Interrupted("the reader of stdout is gone", code=ExitCode.READER_GONE) from error
         except OSError as error:
-            raise AgentLoopError(f"cannot be written: {error.strerror}", "stdout", code=ExitCode.CONFIG) from error
+            self.unsaid = b""
+            raise ConfigError(f"cannot be written: {error.strerror}", "stdout") from error
 
     def err(self, text: str) -> None:
         try:
@@ -5069,6 +5165,17 @@ class Machine(Value):
     config: str  # agentloop's own folders
     state: str
     cache: str
+    sinks: tuple[Callable[[Event], None], ...] = ()  # who else is shown the events
+
+
+@value
+class Invocation(Value):
+    """One call of the program."""
+
+    flags: Flags
+    streams: Streams
+    interrupts: Interrupts
+    machine: Machine
 
 
 def this_machine() -> Machine:
@@ -5096,8 +5203,9 @@ def directory_id(path: str) -> str:
     return f"{found.st_dev}:{found.st_ino}"
 
 
-def load_manifest(named: str, machine: Machine, streams: Streams) -> Manifest:
+def load_manifest(asked: Invocation, named: str) -> Manifest:
     """The manifest that is named or found. Raises ConfigError that says where it was looked for."""
+    machine, streams = asked.machine, asked.streams
     if named == "none":
         return Manifest()
     here = os.path.dirname(os.path.realpath(__file__))
@@ -5187,35 +5295,33 @@ def is_foreground(terminal: int) -> bool:
 class Setup(Value):
     """What `run` and `resume` have made ready before the model is opened."""
 
-    flags: Flags
-    streams: Streams
-    interrupts: Interrupts
-    machine: Machine
+    asked: Invocation
     manifest: Manifest
     registry: Registry
     places: Places
     grants: tuple[Grant, ...]
+    on_deny: OnDeny | None = None
 
 
-def set_up(flags: Flags, streams: Streams, interrupts: Interrupts, machine: Machine, manifest: Manifest,
-           only: Sequence[str], cwd: str) -> Setup:
+def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str) -> Setup:
     """Raises ConfigError for whatever is wrong with tools and grants."""
+    machine = asked.machine
     registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
     places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id)
-    grants = tuple(parse_grant(text, registry.forms, places) for text in flags.grants)
+    grants = tuple(parse_grant(text, registry.forms, places) for text in asked.flags.grants)
     named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
     own = [os.path.realpath(path) for path in (manifest.where, machine.config, __file__) if path]
     places = replace(places, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
-    return Setup(flags, streams, interrupts, machine, manifest, registry, places, grants)
+    return Setup(asked, manifest, registry, places, grants, asked.flags.on_deny)
 
 
-def start(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[SessionFinished, AgentLoopError | None]:
+def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     """`run`: a new session from its flags to its end."""
-    machine = this_machine()
-    manifest = load_manifest(flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""), machine, streams)
+    flags, machine, streams = asked.flags, asked.machine, asked.streams
+    manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
     limits = limits_of(flags, manifest, Limits())
-    setup = set_up(flags, streams, interrupts, machine, manifest, flags.only, machine.cwd)
+    setup = set_up(asked, manifest, flags.only, machine.cwd)
     deadline = Deadline(time.monotonic() + limits.timeout_s)
     data = read_stdin(flags, streams, deadline)
     task, data = (data.strip(), "") if flags.task == "-" or flags.stdin is StdinMode.TASK else (flags.task, data)
@@ -5236,9 +5342,9 @@ def start(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[Sessi
     return drive(setup, choice, deadline, new_journal(flags, machine, session_id), State(), opening)
 
 
-def go_on(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[SessionFinished, AgentLoopError | None]:
+def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     """`resume`: fold the journal, run the machine. A session that has its answer prints it again."""
-    machine = this_machine()
+    flags, machine, streams = asked.flags, asked.machine, asked.streams
     journal = Journal(find_journal(flags.session, machine))
     events, cut = journal.recover()
     state = functools.reduce(apply, events, State())
@@ -5251,22 +5357,25 @@ def go_on(flags: Flags, streams: Streams, interrupts: Interrupts) -> tuple[Sessi
     if directory_id(started.cwd) != started.cwd_id:
         raise ConfigError("the session's working directory is not what it was", started.cwd)
     options = started.options
-    manifest = load_manifest(flags.tools or options.manifest or "none", machine, streams)
+    manifest = load_manifest(asked, flags.tools or options.manifest or "none")
     if manifest.sha256 != started.manifest_sha256 and not flags.tools:
         raise ConfigError("the manifest has changed since the session started", manifest.where,
                           f"name it again if that is meant: --tools {shlex.quote(manifest.where)}")
-    flags = replace(flags, on_deny=flags.on_deny or (OnDeny(options.on_deny) if options.on_deny else None))
-    setup = set_up(flags, streams, interrupts, machine, manifest, flags.only or options.only, started.cwd)
+    setup = set_up(asked, manifest, flags.only or options.only, started.cwd)
+    if not flags.on_deny and options.on_deny:
+        setup = replace(setup, on_deny=OnDeny(options.on_deny))
+    if flags.task:
+        refuse_uncertain(state, setup.registry)  # a new task would bury what is not known of the old one
     limits = limits_of(flags, Manifest(), state.limits)
-    return drive(setup, choice_of(flags, machine, started), Deadline(time.monotonic() + limits.timeout_s), journal,
+    return drive(setup, choice_of(flags, machine, started, manifest.model), Deadline(time.monotonic() + limits.timeout_s), journal,
                  state, lambda model: SessionResumed(flags.grants, limits, flags.task))
 
 
-def check_call(flags: Flags, streams: Streams, interrupts: Interrupts) -> ExitCode:
+def check_call(asked: Invocation) -> ExitCode:
     """`check CALL`: the decision about one call as for a run with nobody there; nothing of it is repaired."""
-    machine = this_machine()
-    manifest = load_manifest(flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""), machine, streams)
-    setup = set_up(flags, streams, interrupts, machine, manifest, flags.only, machine.cwd)
+    flags, machine, streams = asked.flags, asked.machine, asked.streams
+    manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
+    setup = set_up(asked, manifest, flags.only, machine.cwd)
     text = read_stdin(replace(flags, stdin=StdinMode.TASK), streams, Deadline(time.monotonic() + 600)) \
         if flags.task == "-" else flags.task
     name, _, arguments = text.partition(" ")
@@ -5301,11 +5410,11 @@ def checked_text(found: CheckedCall) -> str:
     return "\n".join(lines) + "\n"
 
 
-def show_session(flags: Flags, streams: Streams, interrupts: Interrupts) -> ExitCode:
+def show_session(asked: Invocation) -> ExitCode:
     """`show SESSION`: its events, a line each; with `--scopes` the grants that its calls needed, narrowest first."""
-    journal = Journal(find_journal(flags.session, this_machine()))
-    with contextlib.closing(journal):
-        events, cut = journal.recover()
+    flags, streams = asked.flags, asked.streams
+    path = find_journal(flags.session, asked.machine)
+    events, _ = read_journal(path, read_bytes(path))
     if flags.scopes is Scopes.SHOWN:
         used = {event.scope: None for event in events if isinstance(event, CallDecided) and event.scope
                 and event.decision is Decision.ALLOW and event.by is not DecidedBy.AUTO}
@@ -5317,6 +5426,17 @@ def show_session(flags: Flags, streams: Streams, interrupts: Interrupts) -> Exit
             progress_line(event, Loudness.VERBOSE) or answer_line(event)
         streams.out(text + "\n" if text else "")
     return ExitCode.ANSWERED
+
+
+def denied_line(finished: SessionFinished) -> AgentLoopError | None:
+    """What is said after an answer under `--on-deny tell`: what was denied, and the grants for it."""
+    if finished.exit_code != ExitCode.ANSWERED_DENIED:
+        return None
+    grants = [part for grant in dict.fromkeys(denied.grant for denied in finished.denied) if grant
+              for part in ("--yes-scope", grant)]
+    names = ", ".join(dict.fromkeys(denied.name for denied in finished.denied))
+    return RunEnded(f"answered, but denied: {names}", code=ExitCode.ANSWERED_DENIED,
+                    mend=f"to allow that: {shlex.join(grants)}" if grants else "")
 
 
 def answer_line(event: Event) -> str:
@@ -5332,10 +5452,10 @@ def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journa
     gc.freeze()
     gc.enable()
     with contextlib.closing(http), contextlib.closing(journal):
-        model = open_model(choice, http, setup.machine, setup.streams)
+        model = open_model(choice, http, setup.asked.machine, setup.asked.streams)
         session = Session(parts_of(setup, choice, deadline, journal, model), setup.grants, state)
         if state.started:
-            setup.streams.show(state.started)
+            setup.asked.streams.show(state.started)
         for orphan in state.spawned.values():
             if orphan.call not in state.results:
                 end_orphan(orphan.group, orphan.start_time)
@@ -5354,28 +5474,32 @@ def far_reader(registry: Registry, endpoint: str) -> Iterator[str]:
 
 
 def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:
-    processes, prompter, flags = Processes(), prompter_of(setup.flags), setup.flags
-    on_deny = flags.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
-    setup.streams.mask = secrets_of(setup.machine.environ, (choice.options.key_env,), (choice.key,))
+    flags, streams, interrupts, machine = contents(setup.asked)
+    processes, prompter = Processes(interrupts.shield), prompter_of(flags)
+    on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
+    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, (choice.options.key_env,), (choice.key,))
     return Parts(
         model, setup.registry, prompter, setup.places,
         lambda program, timeout, on_start: spawn(program, timeout, processes, on_start), journal.append,
-        (setup.streams.show,), setup.interrupts.shield, processes.stop, deadline, setup.machine.environ,
-        lambda state, more: way_on(flags, state, journal, more),
-        setup.streams.mask, on_deny)
+        (streams.show, *machine.sinks), interrupts.shield, processes.stop, deadline, machine.environ,
+        lambda state, more: way_on(flags, state, journal, more), streams.mask, on_deny)
 
 
 def way_on(flags: Flags, state: State, journal: Journal | NoJournal, more: Sequence[str]) -> str:
-    """The exact command that goes on with a stopped session: its grants, and those that were missing.
+    """The exact command that goes on with a stopped session: its grants and what was named anew, then `more`.
 
-    Without a journal that is the whole run with these grants; "" where nothing is missing."""
-    if isinstance(journal, NoJournal) and not more:
-        return ""
+    Without a journal that is the whole run with `more` added; "" where there is nothing to add."""
     if isinstance(journal, NoJournal):
-        return shlex.join([*program_name(), *sys.argv[1:], *(part for grant in more for part in ("--yes-scope", grant))])
-    session = journal.path if flags.journal or "/" in flags.session else state.started.session
-    grants = list(dict.fromkeys((*flags.grants, *more)))
-    return shlex.join([*program_name(), "resume", session, *(part for grant in grants for part in ("--yes-scope", grant))])
+        end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+        return shlex.join([*program_name(), *sys.argv[1:end], *more, *sys.argv[end:]]) if more else ""
+    elsewhere = flags.journal or "/" in flags.session or flags.session.endswith(".jsonl")
+    session = os.path.abspath(journal.path) if elsewhere else state.started.session
+    options = [part for grant in flags.grants for part in ("--yes-scope", grant)]
+    if flags.session:  # what was given to `resume` is remembered nowhere
+        options += ["--tools", flags.tools if flags.tools == "none" else os.path.abspath(flags.tools)] if flags.tools else []
+        options += ["--url", flags.url] if flags.url else []
+        options += [part for name in flags.only for part in ("--only", name)]
+    return shlex.join([*program_name(), "resume", session, *options, *more])
 
 
 def program_name() -> list[str]:
@@ -5426,8 +5550,8 @@ def system_text(flags: Flags) -> str:
     return flags.system or SYSTEM_PROMPT
 
 
-def build_app(outcome: list[ExitCode]) -> Any:
-    """The typer application; each command leaves its exit code in `outcome`."""
+def build_app(wanted: list[Wanted]) -> Any:
+    """The typer application; a command only leaves in `wanted` what it was asked for."""
     import typer
     app = typer.Typer(help="Gives a language model the tools that a manifest lists, and asks before it uses them.",
                       pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -5442,13 +5566,13 @@ def build_app(outcome: list[ExitCode]) -> Any:
     def top(version: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
         pass
 
-    add_run(app, outcome)
-    add_resume(app, outcome)
-    add_check_and_show(app, outcome)
+    add_run(app, wanted)
+    add_resume(app, wanted)
+    add_check_and_show(app, wanted)
     return app
 
 
-def add_run(app: Any, outcome: list[ExitCode]) -> None:
+def add_run(app: Any, wanted: list[Wanted]) -> None:
     """The command `run`, its most used options first."""
     from typer import Argument as argument
     from typer import Option as option
@@ -5481,10 +5605,10 @@ def add_run(app: Any, outcome: list[ExitCode]) -> None:
         flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
                       stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
                       Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
-        outcome.append(command(start, flags))
+        wanted.append(Wanted(start, flags))
 
 
-def add_resume(app: Any, outcome: list[ExitCode]) -> None:
+def add_resume(app: Any, wanted: list[Wanted]) -> None:
     """The command `resume`: the options of `run` but those of its input."""
     from typer import Argument as argument
     from typer import Option as option
@@ -5512,10 +5636,10 @@ def add_resume(app: Any, outcome: list[ExitCode]) -> None:
                       on_deny=on_deny, output=output, only=tuple(only), max_turns=max_turns, timeout=timeout,
                       max_tokens=max_tokens, reply_tokens=reply_tokens,
                       loudness=Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
-        outcome.append(command(go_on, flags))
+        wanted.append(Wanted(go_on, flags))
 
 
-def add_check_and_show(app: Any, outcome: list[ExitCode]) -> None:
+def add_check_and_show(app: Any, wanted: list[Wanted]) -> None:
     """The commands that run nothing."""
     from typer import Argument as argument
     from typer import Option as option
@@ -5530,7 +5654,7 @@ def add_check_and_show(app: Any, outcome: list[ExitCode]) -> None:
     ) -> None:
         """Say what would be decided about a call, and why."""
         flags = Flags(task=call, tools=tools, grants=tuple(yes_scope), output=output, only=tuple(only))
-        outcome.append(command(check_call, flags))
+        wanted.append(Wanted(check_call, flags))
 
     @app.command("show")
     def show_command(
@@ -5540,39 +5664,44 @@ def add_check_and_show(app: Any, outcome: list[ExitCode]) -> None:
     ) -> None:
         """Show a session."""
         shown = Scopes.SHOWN if scopes else Scopes.HIDDEN
-        outcome.append(command(show_session, Flags(session=session, output=output, scopes=shown)))
+        wanted.append(Wanted(show_session, Flags(session=session, output=output, scopes=shown)))
 
 
-def command(act: Callable[[Flags, Streams, Interrupts], Any], flags: Flags) -> ExitCode:
-    """Carries out one command and reports its end: the one place where an error becomes words and a code.
-
-    `act` returns its exit code, or the `session.finished` of a run with what ended it."""
-    streams, interrupts = Streams(flags), Interrupts()
-    interrupts.install()
+def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> ExitCode:
+    """Parses, carries out, and reports the end: the one place where an error becomes words and a code."""
+    wanted = Wanted(start, Flags(output=named_output(sys.argv)))
+    streams, error, finished = Streams(wanted.flags, interrupts), None, None
     try:
-        ended = act(flags, streams, interrupts)
+        wanted = parse_command_line() or Wanted(said_all, wanted.flags)
+        streams = Streams(wanted.flags, interrupts)
+        ended = wanted.act(Invocation(wanted.flags, streams, interrupts, machine()))
         finished, error = ended if isinstance(ended, tuple) else (None, None)
         code = ExitCode(finished.exit_code) if finished else ended
+        error = error or (denied_line(finished) if finished else None)
     except AgentLoopError as stopped:
         error, code = stopped, stopped.code
-        if act in RUNS:
-            finish_unstarted(streams, error)
     except Exception as bug:  # the one place: it is still one session.finished, and the exit code says bug
         error = AgentLoopError(f"{type(bug).__name__}: {bug}", "bug in agentloop", traceback_place(bug))
         code = error.code
-        if act in RUNS:
-            finish_unstarted(streams, error)
+    if error and not finished and wanted.act in RUNS:
+        error = finish_unstarted(streams, error)
+        code = error.code
     streams.last_words(error)
     return code
 
 
-def finish_unstarted(streams: Streams, error: AgentLoopError) -> None:
-    """The `session.finished` of a run that ended before, or outside, its session."""
-    if error.code is ExitCode.READER_GONE:
-        return
+def finish_unstarted(streams: Streams, error: AgentLoopError) -> AgentLoopError:
+    """Shows the `session.finished` of a run that ended before, or outside, its session. Returns what ended it in the
+    end: stdout itself may fail."""
     kind = getattr(error, "kind", error.code.outcome)
-    streams.show(SessionFinished(error.code.outcome, int(error.code),
-                                 error=Failure(kind, str(error), getattr(error, "status", None))))
+    finished = SessionFinished(error.code.outcome, int(error.code),
+                               error=Failure(kind, str(error), getattr(error, "status", None)))
+    try:
+        if error.code is not ExitCode.READER_GONE:
+            streams.show(finished)
+    except AgentLoopError as worse:
+        return worse
+    return error
 
 
 def traceback_place(error: BaseException) -> str:
@@ -5583,16 +5712,13 @@ def traceback_place(error: BaseException) -> str:
     return f"please report it, with line {place.tb_lineno}" if place else "please report it"
 
 
-def main() -> None:
+def main(machine: Callable[[], Machine] = this_machine) -> None:
     """The `agentloop` command: parses, runs, and ends the process without tearing the interpreter down."""
     gc.disable()  # nothing that start-up makes is garbage; a session turns it on again
+    interrupts = Interrupts()
+    interrupts.install()
     open_standard_descriptors()
-    outcome: list[ExitCode] = []
-    code = int(command_line(outcome))
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+    os._exit(command_line(machine, interrupts))
 
 
 def open_standard_descriptors() -> None:
@@ -5606,19 +5732,36 @@ def open_standard_descriptors() -> None:
             os.open("/dev/null", mode)
 
 
-def command_line(outcome: list[ExitCode]) -> int:
-    """The exit code of what the arguments ask for; a wrong one is exit 2 with one line."""
+def parse_command_line() -> Wanted | None:
+    """What the arguments ask for; None where help or the version was all. Raises ConfigError for wrong ones,
+    Interrupted when nobody reads the help."""
     import typer
     usage_error = typer.BadParameter.__mro__[1].__mro__[1]  # click's, wherever this typer keeps it
+    wanted: list[Wanted] = []
     try:
-        build_app(outcome)(sys.argv[1:] or ["--help"], standalone_mode=False, prog_name="agentloop")
+        build_app(wanted)(sys.argv[1:] or ["--help"], standalone_mode=False, prog_name="agentloop")
+        if sys.stdout:  # it was closed before the start, else
+            sys.stdout.flush()
     except usage_error as error:
-        flags = Flags(output=named_output(sys.argv))
-        wrong = ConfigError(error.format_message(), mend="see agentloop --help")
-        finish_unstarted(Streams(flags), wrong)
-        Streams(flags).last_words(wrong)
-        return ExitCode.CONFIG
-    return outcome[-1] if outcome else ExitCode.ANSWERED
+        raise ConfigError(error.format_message(), mend="see agentloop --help") from error
+    except BrokenPipeError as error:
+        raise Interrupted("the reader of stdout is gone", code=ExitCode.READER_GONE) from error
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", "stdout") from error
+    return wanted[0] if wanted else None
+
+
+def said_all(asked: Invocation) -> ExitCode:
+    """`--help` and `--version` have said all there is."""
+    return ExitCode.ANSWERED
+
+
+@value
+class Wanted(Value):
+    """What a command line asks for: the command, and its flags."""
+
+    act: Callable[[Invocation], Any]  # returns its exit code, or the `session.finished` of a run and what ended it
+    flags: Flags
 
 
 def named_output(argv: Sequence[str]) -> OutputFormat:
@@ -5631,6 +5774,7 @@ def named_output(argv: Sequence[str]) -> OutputFormat:
 JOURNAL_VERSION = 1
 SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
 DATA_CAP = 4_000_000  # bytes
+LAST_PATIENCE = 2.0  # seconds that a stopped run waits for the reader of its last line
 RUNS = (start, go_on)  # the commands that always end in one session.finished
 SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds
 
