@@ -1941,6 +1941,7 @@ def resumed_after(home: Path, process: subprocess.Popen, code: int, grants: tupl
     stdout, stderr = process.communicate(timeout=10)
     assert (process.returncode, stdout) == (code, ""), stderr
     assert re.fullmatch(r"agentloop: stopped by SIG\w+(; go on with: .*)?\n", stderr), stderr
+    (home / "stopped").touch()  # what is run now is quick
     if not list((home / "state" / "agentloop" / "sessions").glob("*.jsonl")):
         return []
     ended = agentloop_run(home, str(journal_of(home)), "-q", *grants, command="resume")
@@ -1954,9 +1955,9 @@ def resumed_after(home: Path, process: subprocess.Popen, code: int, grants: tupl
 def test_a_signal_just_when_a_tool_starts_leaves_no_process_and_nothing_uncertain(home, instants):
     marker = str(500_000 + os.getpid())
     (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
-    flags = script(home, call("run_shell", command=f"exec sleep {marker}"), {"text": "done"})
+    flags = script(home, call("run_shell", command=f"test -e stopped || exec sleep {marker}"), {"text": "done"})
     for n in range(instants):
-        subprocess.run(["rm", "-rf", home / "state"], check=True)
+        subprocess.run(["rm", "-rf", home / "state", home / "stopped"], check=True)
         process = agentloop_popen(home, "run", "x", *flags, *SHELL, "-q", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         found = []
         while not found or b'"tool.started"' not in found[0].read_bytes():  # as near to the instant as a reader comes
