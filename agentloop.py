@@ -1176,6 +1176,7 @@ class Places(Value):
     resolve: Callable[[str], str]
     cwd_id: str = ""  # what `identify` said of the working directory at the start
     identify: Callable[[str], str] = lambda path: ""
+    addresses: Callable[[str], tuple[str, ...]] = lambda host: ()  # of a host, each asked for once
     never_read: tuple[str, ...] = ()  # agentloop's own state: resolved files and folders
     never_written: tuple[str, ...] = ()  # manifest, configuration, what a grant names
 
@@ -1882,7 +1883,7 @@ def end_orphan(group: int, started: str) -> None:
 
 @value
 class HttpRequest(Value):
-    """`body` is sent as JSON; None sends none."""
+    """`body` is sent as JSON; None sends none. An `address` is connected to as it is: no resolver, no proxy."""
 
     method: str
     url: str
@@ -1893,11 +1894,12 @@ class HttpRequest(Value):
     first_byte_s: float = 330.0
     idle_s: float = 120.0
     ca_file: str = ""
+    address: str = ""
 
 
 @value
 class HttpReply(Value):
-    """A status, headers in lower case, and the body as it arrives."""
+    """A status, headers in lower case, and the body as it arrives, unpacked."""
 
     status: int
     headers: Mapping[str, str]
@@ -1907,9 +1909,9 @@ class HttpReply(Value):
 class Http:
     """Every socket of a session. Connections are kept between requests; all are closed at the deadline."""
 
-    def __init__(self, deadline: Deadline):
-        self.deadline = deadline
-        self.transports: dict[tuple[str, str], Any] = {}
+    def __init__(self, deadline: Deadline, open_transport: Callable[[str, str, str], Any]):
+        self.deadline, self.open_transport = deadline, open_transport
+        self.transports: dict[tuple[str, ...], Any] = {}
         self.sockets: list[Any] = []
         self.watchdog: threading.Timer | None = None
 
@@ -1921,11 +1923,13 @@ class Http:
         limit = lambda seconds: max(0.01, min(seconds, self.deadline.left()))
         waits = {"connect": limit(request.connect_s), "read": limit(request.first_byte_s), "write": limit(60.0),
                  "pool": None}
-        url = httpx.URL(request.url, params=request.query) if request.query else request.url
         content = None if request.body is None else json.dumps(request.body).encode()
         try:
+            url = httpx.URL(request.url, params=request.query) if request.query else httpx.URL(request.url)
             sent = httpx.Request(request.method, url, headers=self.headers(request), content=content,
-                                 extensions={"trace": self.trace, "timeout": waits})
+                                 extensions={"trace": self.trace, "timeout": waits, "sni_hostname": url.host})
+            if request.address:  # the host stands in the header, and in the certificate that is asked for
+                sent.url = url.copy_with(host=request.address)
             response = self.transport(request).handle_request(sent)
             waits["read"] = limit(request.idle_s)  # the head is there; from here on a pause is what counts
             with contextlib.closing(response):
@@ -1949,13 +1953,10 @@ class Http:
     def transport(self, request: HttpRequest) -> Any:
         """The connections to the request's scheme and host. No client above them: cookies and redirects are for
         browsers, and cost a third of a request."""
-        httpx = import_httpx()
         parts = urllib.parse.urlsplit(request.url)
-        place = (parts.scheme, parts.hostname or "")
+        place = (parts.scheme, "" if request.address else parts.hostname or "", request.ca_file)
         if place not in self.transports:
-            self.transports[place] = httpx.HTTPTransport(
-                verify=tls_context(parts.scheme, request.ca_file), proxy=proxy_for(*place),
-                limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle connections after five seconds
+            self.transports[place] = self.open_transport(*place)
         return self.transports[place]
 
     def trace(self, name: str, info: Mapping[str, Any]) -> None:
@@ -1986,6 +1987,23 @@ class Http:
             transport.close()
         if self.watchdog is not None:
             self.watchdog.cancel()
+
+
+def open_transport(scheme: str, proxied_host: str, ca_file: str) -> Any:
+    """An httpx transport; through the environment's proxy for `proxied_host`, through none where that is ""."""
+    httpx = import_httpx()
+    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file), proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
+                               limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle ones after five seconds
+
+
+def host_addresses(host: str) -> tuple[str, ...]:
+    """The IP addresses of a host or of an address itself. Raises ToolError where it has none."""
+    import socket
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ToolError("the host cannot be resolved", host) from error
+    return tuple(dict.fromkeys(entry[4][0] for entry in found))
 
 
 @functools.cache
@@ -4377,7 +4395,7 @@ def key_of(options: ModelOptions, url: str, machine: Machine, trusted_url: str) 
 
 def found_model(wanted: ModelChoice, machine: Machine, streams: Streams) -> ModelChoice:
     """The first model that answers where one would be, on this machine. Raises ConfigError where there is none."""
-    http = Http(Deadline(time.monotonic() + 10))
+    http = Http(Deadline(time.monotonic() + 10), machine.open_transport)
     places = [(wanted.provider or provider, wanted.url) for provider in ("ollama", "openai")] if wanted.url else USUAL_PLACES
     with contextlib.closing(http):
         for provider, url in places:
@@ -5166,6 +5184,8 @@ class Machine(Value):
     state: str
     cache: str
     sinks: tuple[Callable[[Event], None], ...] = ()  # who else is shown the events
+    addresses: Callable[[str], tuple[str, ...]] = host_addresses
+    open_transport: Callable[[str, str, str], Any] = open_transport
 
 
 @value
@@ -5176,6 +5196,7 @@ class Invocation(Value):
     streams: Streams
     interrupts: Interrupts
     machine: Machine
+    closing: contextlib.ExitStack  # what is closed at the end of it, on every path
 
 
 def this_machine() -> Machine:
@@ -5307,7 +5328,7 @@ def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str)
     """Raises ConfigError for whatever is wrong with tools and grants."""
     machine = asked.machine
     registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
-    places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id)
+    places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id, functools.cache(machine.addresses))
     grants = tuple(parse_grant(text, registry.forms, places) for text in asked.flags.grants)
     named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
     own = [os.path.realpath(path) for path in (manifest.where, machine.config, __file__) if path]
@@ -5448,21 +5469,22 @@ def answer_line(event: Event) -> str:
 def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, state: State,
           opening: Callable[[Any], Event]) -> tuple[SessionFinished, AgentLoopError | None]:
     """Opens the model, emits the first event of this process and runs the session to its end."""
-    http = Http(deadline)
+    http = Http(deadline, setup.asked.machine.open_transport)
     gc.freeze()
     gc.enable()
-    with contextlib.closing(http), contextlib.closing(journal):
-        model = open_model(choice, http, setup.asked.machine, setup.asked.streams)
-        session = Session(parts_of(setup, choice, deadline, journal, model), setup.grants, state)
-        if state.started:
-            setup.asked.streams.show(state.started)
-        for orphan in state.spawned.values():
-            if orphan.call not in state.results:
-                end_orphan(orphan.group, orphan.start_time)
-        session.emit(opening(model))
-        for warning in (*setup.registry.warnings, *model.warnings, *far_reader(setup.registry, model.endpoint)):
-            session.notice(Warned(warning))
-        return run(session)
+    for opened in (http, journal):
+        setup.asked.closing.callback(opened.close)
+    model = open_model(choice, http, setup.asked.machine, setup.asked.streams)
+    session = Session(parts_of(setup, choice, deadline, journal, model), setup.grants, state)
+    if state.started:
+        setup.asked.streams.show(state.started)
+    for orphan in state.spawned.values():
+        if orphan.call not in state.results:
+            end_orphan(orphan.group, orphan.start_time)
+    session.emit(opening(model))
+    for warning in (*setup.registry.warnings, *model.warnings, *far_reader(setup.registry, model.endpoint)):
+        session.notice(Warned(warning))
+    return run(session)
 
 
 def far_reader(registry: Registry, endpoint: str) -> Iterator[str]:
@@ -5474,7 +5496,7 @@ def far_reader(registry: Registry, endpoint: str) -> Iterator[str]:
 
 
 def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:
-    flags, streams, interrupts, machine = contents(setup.asked)
+    flags, streams, interrupts, machine, _ = contents(setup.asked)
     processes, prompter = Processes(interrupts.shield), prompter_of(flags)
     on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
     streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, (choice.options.key_env,), (choice.key,))
@@ -5674,7 +5696,8 @@ def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> Exit
     try:
         wanted = parse_command_line() or Wanted(said_all, wanted.flags)
         streams = Streams(wanted.flags, interrupts)
-        ended = wanted.act(Invocation(wanted.flags, streams, interrupts, machine()))
+        with contextlib.ExitStack() as closing:
+            ended = wanted.act(Invocation(wanted.flags, streams, interrupts, machine(), closing))
         finished, error = ended if isinstance(ended, tuple) else (None, None)
         code = ExitCode(finished.exit_code) if finished else ended
         error = error or (denied_line(finished) if finished else None)
