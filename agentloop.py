@@ -18,9 +18,10 @@ the journal and run the machine. Each section uses only the sections above it:
      5 State       what has happened                  15 Journal    append, recover, lock
      6 Text        truncation, rendering, masking     16 Session    the machine: a function a phase
      7 Scopes      words, paths, grants: matching     17 Output     what stdout and stderr say
-     9 Edge        processes, sockets, files          18 CLI        commands, flags, the process
+     8 Skills      parse, index, catalog              18 CLI        commands, flags, the process
+     9 Edge        processes, sockets, files
 
-Sections 8 (Skills) and 14 (Compaction) are yet to come.
+Section 14 (Compaction) is yet to come.
 """
 
 from __future__ import annotations
@@ -1611,6 +1612,227 @@ PARSERS = {
 }
 
 
+# ═══ 8. Skills ═══════════════════════════════════════════════════════════════════════════════════
+# A SKILL.md of the Agent Skills format, read without touching the disk. A skill is text: it grants nothing.
+
+
+@value
+class Skill(Value):
+    """Instructions that the model can ask for by name."""
+
+    name: str
+    description: str  # on one line, without control characters
+    folder: str  # resolved
+    body: str
+    resources: tuple[str, ...]  # relative paths below scripts/, references/ and assets/
+    sha256: str  # of the whole SKILL.md
+
+
+@value
+class Finding(Value):
+    """What is wrong with a skill, or merely tolerated: never the end of a run."""
+
+    where: str  # path/SKILL.md:line, or a path
+    text: str
+
+
+@value
+class SkillIndex(Value):
+    """The skills by name, and everything that was found wrong on the way."""
+
+    skills: Mapping[str, Skill]
+    findings: tuple[Finding, ...] = ()
+
+
+def parse_skill(text: str, folder: str, resources: Sequence[str]) -> tuple[Skill | None, tuple[Finding, ...]]:
+    """The skill that a SKILL.md says, None if it cannot be used, and the findings about it. Raises nothing."""
+    where = f"{folder}/SKILL.md"
+    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    try:
+        end = front_matter_end(lines, where)
+        fields, findings = front_matter("".join(f"{line}\n" for line in lines[1:end]), where)
+    except ConfigError as error:
+        return None, (Finding(error.where, one_line(error.what)),)
+    wrong = tuple(Finding(f"{where}:{line}", one_line(problem))
+                  for line, problem in itertools.islice(problems(fields, folder), MOST_FINDINGS))
+    if wrong:
+        return None, findings + wrong
+    body = "\n".join(lines[end + 1:]).strip()
+    return Skill(normal_name(fields["name"][1]), shown_description(fields["description"][1]), folder,
+                 plain(body.encode("utf-8", "replace")), tuple(sorted(resources)),
+                 hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()), findings
+
+
+def index_skills(found: Iterable[tuple[Skill | None, tuple[Finding, ...]]]) -> SkillIndex:
+    """The skills by name in the order found. The first of one name wins, another one is a finding."""
+    skills: dict[str, Skill] = {}
+    findings: list[Finding] = []
+    for skill, about in found:
+        findings += about
+        if skill and skills.setdefault(skill.name, skill).folder != skill.folder:
+            first = skills[skill.name].folder
+            findings.append(Finding(f"{skill.folder}/SKILL.md", f"not used: {first} has a skill of the same name"))
+    return SkillIndex(skills, tuple(findings))
+
+
+def catalog(index: SkillIndex, budget: int) -> str:
+    """Name and description of each skill for the system prompt, in at most `budget` characters.
+
+    A last line counts and names those that did not fit. Empty for no skills."""
+    text, names = SKILLS_TITLE, deque(index.skills)
+    lines = [f"\n- {skill.name}: {skill.description}" for skill in index.skills.values()]
+    if not lines or len(text) > budget:
+        return ""
+    whole = sum(map(len, lines), len(text)) <= budget
+    for line in lines:
+        if not whole and len(text) + len(line) > budget * 3 // 4:  # the rest is for the names of the others
+            break
+        text += line
+        names.popleft()
+    if not names:
+        return text
+    count = f"\n… and {len(names)} more"
+    note = f"{count}: {', '.join(names)}"
+    if len(text) + len(note) > budget:
+        fitting = note[:max(0, budget - len(text) - 3)].rpartition(", ")[0]
+        note = f"{fitting}, …" if fitting else count
+    return text + note if len(text) + len(note) <= budget else text
+
+
+def skill_text(skill: Skill) -> str:
+    """What the model gets of an activated skill: its body, its folder, and the files that read_file can read."""
+    files = "".join(f"\n- {visible(f'{skill.folder}/{path}')}" for path in skill.resources)
+    return f"{skill.body}\n\nFolder of this skill: {visible(skill.folder)}" + (
+        f"\nIts files, for read_file:{files}" if files else "")
+
+
+def front_matter_end(lines: Sequence[str], where: str) -> int:
+    """The index of the line that closes the front matter. Raises ConfigError."""
+    if lines[0].rstrip() != "---":
+        raise ConfigError("its first line must be ---, with name and description below it", f"{where}:1")
+    end = next((n for n, line in enumerate(lines) if n and line.rstrip() == "---"), 0)
+    if not end:
+        raise ConfigError("no second line --- closes the front matter", f"{where}:1")
+    return end
+
+
+def front_matter(text: str, where: str) -> tuple[dict[str, tuple[int, Any]], tuple[Finding, ...]]:
+    """Each key with its line and value, and what had to be mended. Raises ConfigError with the line."""
+    try:
+        return yaml_fields(text, where), ()
+    except ConfigError as error:
+        bare = BARE_DESCRIPTION.search(text)
+        if not bare or not re.search(r":\s", f"{bare[1]}\n"):
+            raise
+        quoted = bare[1].replace("'", "''")
+        try:
+            fields = yaml_fields(f"{text[:bare.start(1)]}'{quoted}'{text[bare.end(1):]}", where)
+        except ConfigError:
+            raise error from None
+        return fields, (Finding(f"{where}:{line_at(text, bare.start())}",
+                                "tolerated: an unquoted colon in 'description'; put quotes around the text"),)
+
+
+def yaml_fields(text: str, where: str) -> dict[str, tuple[int, Any]]:
+    """Each key of a YAML map with its line in the file and its value. Raises ConfigError with the line."""
+    import yaml
+    if len(text) > MOST_FRONT_MATTER:
+        raise ConfigError(f"the front matter is longer than {MOST_FRONT_MATTER:,} characters", f"{where}:1")
+    try:
+        loader, fields = yaml.SafeLoader(text), None
+        loader.get_event()
+        while loader.check_event(yaml.DocumentStartEvent):
+            loader.get_event()
+            fields = yaml_value(loader) if fields is None else ()  # of a second document nothing is read
+            loader.get_event()
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = line_at(text, mark.index if mark else getattr(error, "position", 0))
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        raise ConfigError(f"the front matter cannot be read: {what}", f"{where}:{line}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError("the front matter must be one map of keys to values", f"{where}:2")
+    return {key: (line_at(text, index), value) for key, (index, value) in fields.items()}
+
+
+def line_at(text: str, index: int) -> int:
+    """The line in the file that a character of its front matter stands in. The line above the text is the first."""
+    return text.count("\n", 0, index) + 2
+
+
+def yaml_value(loader: Any, depth: int = 0) -> Any:
+    """The next value of a YAML text: text, a list, or a dict whose values are (index of the key, value).
+
+    Everything that is not a list or a map is text. Raises YAMLError for what could make it large or ambiguous."""
+    import yaml
+    event = loader.get_event()
+    if event.anchor or event.tag is not None or getattr(event, "flow_style", None) or depth > MOST_YAML_DEPTH:
+        raise yaml.MarkedYAMLError(problem="an anchor, an alias, a tag, a [list] or a {map}, or too deep",
+                                   problem_mark=event.start_mark)
+    if isinstance(event, yaml.ScalarEvent):
+        return event.value
+    if isinstance(event, yaml.SequenceStartEvent):
+        items = []
+        while not loader.check_event(yaml.SequenceEndEvent):
+            items.append(yaml_value(loader, depth + 1))
+        loader.get_event()
+        return items
+    pairs: dict[str, tuple[int, Any]] = {}
+    while not loader.check_event(yaml.MappingEndEvent):
+        mark = loader.peek_event().start_mark
+        key = yaml_value(loader, depth + 1)
+        if not isinstance(key, str) or key in pairs:
+            raise yaml.MarkedYAMLError(problem="a key that is no text, or is there twice", problem_mark=mark)
+        pairs[key] = (mark.index, yaml_value(loader, depth + 1))
+    loader.get_event()
+    return pairs
+
+
+def problems(fields: Mapping[str, tuple[int, Any]], folder: str) -> Iterator[tuple[int, str]]:
+    """Line and text of everything that the format does not allow in the front matter."""
+    for key in ("name", "description"):
+        if key not in fields:
+            yield 1, f"the key {key!r} is missing"
+    for key, (line, value) in fields.items():
+        limit = SKILL_KEYS.get(key)
+        if key not in SKILL_KEYS:
+            yield line, f"unknown key {key!r}; known here: {', '.join(SKILL_KEYS)}"
+        elif limit and not isinstance(value, str):
+            yield line, f"{key!r} must be a text"
+        elif limit and len(normal_name(value) if key == "name" else value) > limit:
+            yield line, f"{key!r} is longer than {limit:,} characters"
+        elif key == "name" and (problem := name_problem(normal_name(value), normal_name(folder.rpartition("/")[2]))):
+            yield line, problem
+        elif key == "description" and not shown_description(value):
+            yield line, "'description' is empty"
+
+
+def name_problem(name: str, folder: str) -> str:
+    """What is wrong with a skill's name in a folder of that name; empty if nothing."""
+    if name != name.lower() or not re.fullmatch(r"[^\W_]+(?:-[^\W_]+)*", name):
+        return f"'name' must be lower-case letters and digits with single hyphens between them, not {name!r}"
+    return "" if name == folder else f"the name {name!r} must be that of the folder, {folder!r}"
+
+
+def normal_name(name: str) -> str:
+    """The name without blanks around it, in the one normal form that names are compared in."""
+    import unicodedata
+    return unicodedata.normalize("NFKC", name.strip())
+
+
+def shown_description(description: str) -> str:
+    """The description on one line, as a model may see it."""
+    return " ".join(plain(description.encode("utf-8", "replace")).split())
+
+
+SKILLS_TITLE = "Skills: instructions for certain tasks. If one fits, call activate_skill with its name first."
+SKILL_KEYS = {"name": 64, "description": 1024, "license": 0, "compatibility": 500, "metadata": 0, "allowed-tools": 0}
+BARE_DESCRIPTION = re.compile(r"""^description:[ \t]+([^\s"'|>&*!%@`\[{#].*(?:\n[ \t]+\S.*)*)""", re.MULTILINE)
+MOST_FRONT_MATTER = 8_000  # characters: PyYAML is slow, and a hostile text costs more than its length
+MOST_YAML_DEPTH = 8
+MOST_FINDINGS = 10  # about one SKILL.md
+
+
 # ═══ 9. Edge ════════════════════════════════════════════════════════════════════════════════════
 # The outside world, once: every process, every socket, every file that a tool or a person names.
 
@@ -2130,7 +2352,79 @@ def read_file(path: str) -> str:
         raise ConfigError("not UTF-8 text", path) from error
 
 
-def writable_by_others(path: str) -> bool:
+def find_skills(folders: Sequence[str]) -> Iterator[tuple[Skill | None, tuple[Finding, ...]]]:
+    """The skills in the sub-folders of each folder by name, or what keeps one from being used.
+
+    No link below a folder is followed. A folder that does not exist yields nothing."""
+    for place in map(os.path.realpath, folders):
+        try:
+            with os.scandir(place) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_symlink() or entry.is_dir())
+            shared = writable_by_others(place)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            yield None, (Finding(place, error.strerror or str(error)),)
+            continue
+        if shared:
+            yield None, (Finding(place, "not used: others may write it"),)
+            continue
+        for name in names[:MOST_SKILLS]:
+            if os.path.lexists(f"{place}/{name}/SKILL.md"):
+                yield read_skill(f"{place}/{name}")
+        if len(names) > MOST_SKILLS:
+            yield None, (Finding(place, f"only the first {MOST_SKILLS:,} of {len(names):,} folders were looked at"),)
+
+
+def read_skill(folder: str) -> tuple[Skill | None, tuple[Finding, ...]]:
+    """The skill in a folder, or what keeps it from being used."""
+    where = f"{folder}/SKILL.md"
+    for path in (folder, where):
+        if os.path.islink(path):
+            return None, (Finding(path, "not used: a link is not followed"),)
+    try:
+        with opened(folder, stat.S_ISDIR, "a folder") as directory, opened(where, stat.S_ISREG, "a file") as descriptor:
+            for path, opened_path in ((folder, directory), (where, descriptor)):
+                if writable_by_others(opened_path):
+                    return None, (Finding(path, "not used: others may write it"),)
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(MOST_SKILL_BYTES + 1)
+        if len(data) > MOST_SKILL_BYTES:
+            return None, (Finding(where, f"not used: larger than {MOST_SKILL_BYTES // 1024} KiB"),)
+        resources, findings = list_resources(folder)
+        skill, about = parse_skill(data.decode(), folder, resources)
+        return skill, about + findings
+    except UnicodeDecodeError as error:
+        return None, (Finding(f"{where}:{data.count(10, 0, error.start) + 1}", "not UTF-8 text"),)
+    except (ToolError, OSError) as error:
+        return None, (Finding(where, str(error).removeprefix(f"{where}: ")),)
+
+
+def list_resources(folder: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
+    """The files below scripts/, references/ and assets/, and what is not listed: links, and all past a bound."""
+    files, findings, looked = [], [], 0
+    waiting = deque(name for name in RESOURCE_FOLDERS if os.path.lexists(f"{folder}/{name}"))
+    while waiting and looked < MOST_RESOURCES:
+        path, looked = waiting.popleft(), looked + 1
+        whole_path = f"{folder}/{path}"
+        try:
+            mode = os.lstat(whole_path).st_mode
+            if stat.S_ISLNK(mode):
+                findings.append(Finding(whole_path, "not listed: a link is not followed"))
+            elif stat.S_ISREG(mode):
+                files.append(path)
+            elif stat.S_ISDIR(mode):
+                with opened(whole_path, stat.S_ISDIR, "a folder") as directory, os.scandir(directory) as entries:
+                    some = itertools.islice(entries, MOST_RESOURCES + 1)
+                    waiting.extend(f"{path}/{name}" for name in sorted(entry.name for entry in some))
+        except (ToolError, OSError) as error:
+            findings.append(Finding(whole_path, str(error)))
+    if waiting:
+        findings.append(Finding(folder, f"not all files are listed: more than {MOST_RESOURCES} files and folders"))
+    return tuple(files), tuple(findings)
+
+
+def writable_by_others(path: str | int) -> bool:
     """Whether someone else may change the file: a write bit for other, or for a group not the owner's own."""
     found = os.stat(path)
     if found.st_mode & stat.S_IWOTH:
@@ -2149,6 +2443,10 @@ def is_own_group(uid: int, gid: int) -> bool:
     return owner.pw_gid == gid and set(group.gr_mem) <= {owner.pw_name}
 
 
+RESOURCE_FOLDERS = ("scripts", "references", "assets")
+MOST_SKILLS = 1000  # folders looked at in one place
+MOST_SKILL_BYTES = 256 * 1024
+MOST_RESOURCES = 200  # files and folders of one skill
 INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED,
                    signal.SIGHUP: ExitCode.HANGUP}
 PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited

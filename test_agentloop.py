@@ -66,7 +66,7 @@ def section_of(line: int) -> str:
 
 
 SECTIONS = [title for _, title in TITLES]
-CORE = ("Values", "Errors", "Data", "Events", "State", "Text", "Scopes", "Manifest", "Session")
+CORE = ("Values", "Errors", "Data", "Events", "State", "Text", "Scopes", "Skills", "Manifest", "Session")
 
 
 def test_the_sections_stand_in_the_order_of_the_table_of_contents():
