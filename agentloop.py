@@ -317,6 +317,14 @@ class NoToolSupport(ModelError):
 class ToolError(AgentLoopError):
     """A call that cannot be carried out: a message for the model, never the end of the run."""
 
+    status = ToolStatus.FAILED
+
+
+class ToolTimeout(ToolError):
+    """A call whose time was up."""
+
+    status = ToolStatus.TIMEOUT
+
 
 # ═══ 3. Data ════════════════════════════════════════════════════════════════════════════════════
 
@@ -653,6 +661,14 @@ class ToolFinished(Value):
 
 
 @value
+class AgentStep(Value):
+    """An event of the sub-agent that a call runs: the record that it would be in a journal of its own."""
+
+    call: str
+    event: JSON
+
+
+@value
 class SessionResumed(Value):
     """Another process goes on with the session."""
 
@@ -758,12 +774,12 @@ class Warned(Value):
 
 EVENTS = {"session.started": SessionStarted, "model.replied": ModelReplied, "request.adapted": RequestAdapted,
           "model.told": ModelTold, "call.decided": CallDecided, "tool.started": ToolStarted,
-          "tool.spawned": ToolSpawned, "tool.finished": ToolFinished, "session.resumed": SessionResumed,
-          "session.finished": SessionFinished}
+          "tool.spawned": ToolSpawned, "tool.finished": ToolFinished, "agent.step": AgentStep,
+          "session.resumed": SessionResumed, "session.finished": SessionFinished}
 NOTICES = {"text.delta": TextDelta, "thinking.delta": ThinkingDelta, "model.retried": ModelRetried,
            "approval.requested": ApprovalRequested, "warning": Warned}
 EVENT_NAMES = {cls: name for name, cls in (EVENTS | NOTICES).items()}
-EFFECT_EVENTS = (ToolStarted, ToolFinished)  # on the disk before and after an effect
+EFFECT_EVENTS = ("tool.started", "tool.finished")  # on the disk before and after an effect
 Event = Any  # an instance of one of EVENTS or NOTICES
 
 
@@ -804,6 +820,7 @@ class State(Value):
     begun: Mapping[str, ToolStarted] = field(default_factory=dict)
     spawned: Mapping[str, ToolSpawned] = field(default_factory=dict)
     results: Mapping[str, ToolFinished] = field(default_factory=dict)
+    agents: Mapping[str, State] = field(default_factory=dict)  # the sub-agents of the open batch, by call
     last_reply: ModelReplied | None = None
     answered: bool = False  # the last reply may be the answer
     replies: int = 0  # all of them, the empty ones too
@@ -915,6 +932,19 @@ def apply_result(state: State, event: ToolFinished) -> State:
     return replace(state, broken_batches=state.broken_batches + 1 if broken else 0)
 
 
+def apply_agent(state: State, event: AgentStep) -> State:
+    """What a sub-agent uses and what is denied to it counts for the session too."""
+    step = from_record(event.event, event.call)
+    agent = apply(state.agents.get(event.call) or State(replies=state.replies), step)
+    state = replace(state, agents={**state.agents, event.call: agent})
+    if isinstance(step, ModelReplied):
+        return replace(state, replies=state.replies + 1, usage=Usage(add(state.usage.prompt, step.usage.prompt),
+                                                                     add(state.usage.completion, step.usage.completion)))
+    if isinstance(step, ToolFinished) and step.status is ToolStatus.DENIED:
+        return replace(state, denied=(*state.denied, agent.denied[-1]))
+    return state
+
+
 def apply_resumed(state: State, event: SessionResumed) -> State:
     state = replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={})
     if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
@@ -933,7 +963,7 @@ def close_batch(state: State) -> State:
     """The open batch moved into the history; a call that was left pending is answered too, as every server demands."""
     pending = {call.id: ToolFinished(call.id, call.name, ToolStatus.DENIED, NOT_RUN) for call in state.open_calls}
     closed = replace(state, results={**state.results, **pending})
-    return replace(state, history=closed.messages, batch=(), decided={}, begun={}, spawned={}, results={})
+    return replace(state, history=closed.messages, batch=(), decided={}, begun={}, spawned={}, results={}, agents={})
 
 
 def repeat_note(repeat: Repeat | None) -> str:
@@ -978,8 +1008,8 @@ NOT_RUN = "not run: the session stopped before it"
 CUT = "length"  # how both wires say that a reply ended at its token limit
 FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
          RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
-         ToolSpawned: apply_spawned, ToolFinished: apply_result, SessionResumed: apply_resumed,
-         SessionFinished: apply_finished}
+         ToolSpawned: apply_spawned, ToolFinished: apply_result, AgentStep: apply_agent,
+         SessionResumed: apply_resumed, SessionFinished: apply_finished}
 
 
 # ═══ 6. Text ════════════════════════════════════════════════════════════════════════════════════
@@ -1479,6 +1509,10 @@ class Url(Value):
     port: int
     path: str
     fields: tuple[str, ...]  # of the query
+
+    @property
+    def origin(self) -> tuple[str, str, int]:
+        return self.scheme, self.host, self.port
 
     def __str__(self) -> str:
         port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
@@ -2189,15 +2223,17 @@ class Http:
                 self.watch()
 
     def watch(self) -> None:
-        self.watchdog = threading.Timer(max(0.0, self.deadline.left()), self.cut)
+        """Cuts at the deadline: a server that keeps a connection alive for ever cannot outlast it."""
+        left = self.deadline.left()
+        if left <= 0:
+            self.cut()
+            return
+        self.watchdog = threading.Timer(left, self.watch)  # by then it may have been extended
         self.watchdog.daemon = True
         self.watchdog.start()
 
     def cut(self) -> None:
-        """Wakes whoever reads: a server that keeps a connection alive for ever cannot outlast the deadline."""
-        if self.deadline.left() > 0:  # it was extended meanwhile
-            self.watch()
-            return
+        """Wakes whoever reads."""
         for socket in self.sockets:
             try:
                 socket.shutdown(2)
@@ -2478,6 +2514,11 @@ class ToolContext(Value):
     places: Places
     timeout: float  # seconds, the deadline of the run included
     now: Callable[[], datetime.datetime]
+    key: str  # the same for every try of this effect
+    request: Callable[[HttpRequest, float], Any]  # a context manager that yields an HttpReply
+    secret: Callable[[str], str]  # the variable that a template names
+    unallowed: Callable[[Canonical], str]  # why a further step of the call may not be made, "" where it may
+    run_task: Callable[[Agent, str], ToolOutput]  # runs a sub-agent
 
 
 @value
@@ -2517,8 +2558,37 @@ class Tool(Value):
         return self.approval is Approval.AUTO and self.kind.is_bounded(canonical)
 
 
+class Kind(Value):
+    """What a kind of tool may do; what it does not say here, it need not say."""
+
+    form: ClassVar[ScopeForm]
+    cut: ClassVar[CutFrom] = CutFrom.MIDDLE_KEEP_HEAD
+    resumes: ClassVar[bool] = False  # whether a call that was begun goes on where it stopped
+    secrets: ClassVar[tuple[str, ...]] = ()  # names of the variables that a template names
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        """What a call comes down to. Raises ToolError where it cannot be carried out."""
+        raise NotImplementedError
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        """Carries out an approved call. Raises ToolError, a result for the model."""
+        raise NotImplementedError
+
+    def is_bounded(self, canonical: Canonical) -> bool:
+        """Whether the call stays within what `approval = "auto"` means."""
+        return True
+
+    def forbidden(self, canonical: Canonical, places: Places) -> str:
+        """Why no grant and no answer may allow the call; "" where one may."""
+        return ""
+
+    def barred(self, canonical: Canonical, places: Places) -> str:
+        """The same for what is only known by asking others: so it is asked once the call is allowed, not before."""
+        return ""
+
+
 @value
-class Command(Value):
+class Command(Kind):
     """An argv template: no shell, values neither split nor expanded."""
 
     argv: tuple[Any, ...]  # text, or a tuple of texts that is left out when its parameter is absent
@@ -2533,15 +2603,9 @@ class Command(Value):
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         return run_program((*self.prefix, *canonical.subject), context)
 
-    def is_bounded(self, canonical: Canonical) -> bool:
-        return True
-
-    def forbidden(self, canonical: Canonical, places: Places) -> str:
-        return ""
-
 
 @value
-class Shell(Value):
+class Shell(Kind):
     """One command line for /bin/sh."""
 
     prefix: tuple[str, ...] = ()
@@ -2557,12 +2621,6 @@ class Shell(Value):
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         return run_program((*self.prefix, "/bin/sh", "-c", executed_command(canonical)), context)
 
-    def is_bounded(self, canonical: Canonical) -> bool:
-        return True
-
-    def forbidden(self, canonical: Canonical, places: Places) -> str:
-        return ""
-
 
 class Access(StrEnum):
     """What a file tool does with its path."""
@@ -2572,7 +2630,7 @@ class Access(StrEnum):
 
 
 @value
-class PathBuiltin(Value):
+class PathBuiltin(Kind):
     """A tool on one resolved path. `roots` bounds what it does under `approval = "auto"`."""
 
     act: Callable[[str, JSON], ToolOutput]
@@ -2604,13 +2662,12 @@ class PathBuiltin(Value):
 
 
 @value
-class TextBuiltin(Value):
+class TextBuiltin(Kind):
     """A tool on at most one text: it has no path and no process."""
 
     act: Callable[[str, ToolContext], str]
     parameter: str = ""
     form = ScopeForm.TEXT
-    cut = CutFrom.MIDDLE_KEEP_HEAD
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
         return Canonical(name, self.form, arguments[self.parameter] if self.parameter else "")
@@ -2618,11 +2675,198 @@ class TextBuiltin(Value):
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         return ToolOutput(ToolStatus.OK, whole(self.act(canonical.subject, context)))
 
-    def is_bounded(self, canonical: Canonical) -> bool:
-        return True
 
-    def forbidden(self, canonical: Canonical, places: Places) -> str:
-        return ""
+@value
+class SkillBuiltin(Kind):
+    """Hands a skill's text to the model. It grants nothing."""
+
+    skills: Mapping[str, Skill] = field(default_factory=dict)
+    form = ScopeForm.TEXT
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        if arguments["name"] not in self.skills:
+            raise ToolError(f"there is no skill {visible(arguments['name'])!r}; there are: {', '.join(self.skills)}")
+        return Canonical(name, self.form, arguments["name"])
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        return ToolOutput(ToolStatus.OK, whole(skill_text(self.skills[canonical.subject])))
+
+
+@value
+class HttpTool(Kind):
+    """One request from a template: a value fills a part of it and cannot leave that part."""
+
+    method: str
+    url: str  # "{x}" alone takes a whole URL
+    headers: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: JSON = None
+    allow_private: bool = False
+    form = ScopeForm.URL
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return tuple(found["secret"] for text in (*self.headers.values(), *texts_in(self.body))
+                     for found in TEMPLATE.finditer(text) if found["secret"])
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        url, rest = str(parse_url(render_url(self.url, self.query, arguments))), []
+        if self.method != "GET":
+            rest.append(("method", self.method))
+        rest += [(header, text) for header, text in self.filled_headers(arguments, "${{{}}}".format).items()]
+        if self.body is not None:
+            rest.append(("body", compact(filled_json(self.body, arguments, "${{{}}}".format))))
+        asked = arguments[placeholders(self.url)[0]] if PLACEHOLDER.fullmatch(self.url) else ""
+        return Canonical(name, self.form, url, asked, tuple(rest))
+
+    def filled_headers(self, arguments: JSON, secret: Callable[[str], str]) -> dict[str, str]:
+        return {name: fill(template, arguments, header_value, secret) for name, template in self.headers.items()
+                if set(placeholders(template)) <= arguments.keys()}
+
+    def is_bounded(self, canonical: Canonical) -> bool:
+        """Whether the URL is at the template's own place; a template that takes any URL has none."""
+        own = re.match(r"https?://[^/?{}]+", self.url)
+        return own is None or parse_url(own[0]).origin == parse_url(canonical.subject).origin
+
+    def barred(self, canonical: Canonical, places: Places) -> str:
+        host = parse_url(canonical.subject).host
+        inside = [] if self.allow_private else [address for address in places.addresses(host.strip("[]"))
+                                                if not is_public_address(address)]
+        return f"{host} is {inside[0]}, which is no public address" if inside else ""
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        headers = self.filled_headers(arguments, context.secret)
+        if self.method not in SAFE_METHODS:
+            headers["idempotency-key"] = context.key
+        body = None if self.body is None else filled_json(self.body, arguments, context.secret)
+        at = canonical
+        for _ in range(MOST_REDIRECTS + 1):
+            address = context.places.addresses(parse_url(at.subject).host.strip("[]"))[0]
+            got = fetch(HttpRequest(self.method, at.subject, headers, body=body, address=address), context)
+            if got.status not in REDIRECTS or self.method != "GET" or "location" not in got.headers:
+                return web_output(got)
+            at = replace(at, subject=str(parse_url(urllib.parse.urljoin(at.subject, got.headers["location"]))))
+            refused = self.barred(at, context.places) or context.unallowed(at)
+            if refused:
+                return ToolOutput(ToolStatus.DENIED, whole(""), f"it redirects to {at.subject}: {refused}")
+            if parse_url(at.subject).origin != parse_url(canonical.subject).origin:
+                headers = {name: text for name, text in headers.items() if "${" not in self.headers.get(name, "")}
+        raise ToolError(f"it redirects more than {MOST_REDIRECTS} times")
+
+
+@value
+class Agent(Kind):
+    """The loop once more, with its own system prompt and a part of the tools."""
+
+    system: str
+    tools: tuple[str, ...]
+    max_turns: int
+    form = ScopeForm.PAIRS
+    resumes = True
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        return Canonical(name, self.form, as_pairs(arguments))
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        return context.run_task(self, arguments["task"])
+
+
+def as_pairs(arguments: JSON) -> tuple[tuple[str, str], ...]:
+    """The arguments by name: text as it is, anything else as canonical JSON."""
+    return tuple((key, value if isinstance(value, str) else compact(value)) for key, value in sorted(arguments.items()))
+
+
+@value
+class Fetched(Value):
+    """What a server sent."""
+
+    status: int
+    headers: Mapping[str, str]
+    output: Captured
+
+
+def fetch(request: HttpRequest, context: ToolContext) -> Fetched:
+    """The response, read to its end. Raises ToolError where there is none, or one without an end."""
+    capture, safe = Capture(), request.method in SAFE_METHODS
+    unknown = "" if safe else "; whether the request had its effect is not known"
+    try:
+        with context.request(request, context.timeout) as reply:
+            for chunk in reply.chunks:
+                capture.feed(chunk)
+                if capture.total_bytes > MOST_BODY:
+                    raise ToolError(f"the response is longer than {human_bytes(MOST_BODY)}: it was cut off")
+            return Fetched(reply.status, reply.headers, capture.captured())
+    except ModelError as error:
+        raise ToolError(f"{error.what}{unknown}") from error
+    except RunEnded as error:
+        raise ToolTimeout(f"timed out after {context.timeout:.3g}s{unknown}") from error
+
+
+def web_output(got: Fetched) -> ToolOutput:
+    """The response for a model: its status, and its body; JSON is indented a little, so that it has lines."""
+    output = got.output
+    if "json" in got.headers.get("content-type", "") and not output.tail:
+        try:
+            output = whole(json.dumps(json.loads(output.head), indent=1, ensure_ascii=False))
+        except (ValueError, RecursionError):  # it is not what it says: shown as it is
+            output = got.output
+    status = ToolStatus.FAILED if got.status >= 300 else ToolStatus.OK
+    to = f", to {got.headers['location']}: not followed" if got.status in REDIRECTS and "location" in got.headers else ""
+    return ToolOutput(status, output, f"status {got.status}{to}")
+
+
+def render_url(template: str, query: Mapping[str, str], arguments: JSON) -> str:
+    """The URL of a call: each value is percent-encoded whole. Raises ToolError for one that is no path segment."""
+    if PLACEHOLDER.fullmatch(template):
+        return arguments[placeholders(template)[0]]
+    path, mark, inline = template.partition("?")
+    fields = [fill(text, arguments, query_value, "".format) for text in inline.split("&")] if mark else []
+    fields += [f"{query_value(name)}={fill(text, arguments, query_value, ''.format)}" for name, text in query.items()
+               if set(placeholders(text)) <= arguments.keys()]
+    return fill(path, arguments, segment_value, "".format) + ("?" + "&".join(fields) if fields else "")
+
+
+def fill(template: str, arguments: JSON, value_of: Callable[[str], str], secret: Callable[[str], str]) -> str:
+    """A template with its placeholders filled in one pass: what a value brings along is never read as one."""
+    return TEMPLATE.sub(lambda found: secret(found["secret"]) if found["secret"] else value_of(as_text(arguments[found["name"]])),
+                        template)
+
+
+def filled_json(template: JSON, arguments: JSON, secret: Callable[[str], str]) -> JSON:
+    """A JSON template: "{x}" alone becomes the value itself, and a key of an absent parameter is left out."""
+    if isinstance(template, dict):
+        return {key: filled_json(item, arguments, secret) for key, item in template.items()
+                if not isinstance(item, str) or set(placeholders(item)) <= arguments.keys()}
+    if isinstance(template, list):
+        return [filled_json(item, arguments, secret) for item in template]
+    if not isinstance(template, str):
+        return template
+    alone = PLACEHOLDER.fullmatch(template)
+    return arguments[alone[1]] if alone else fill(template, arguments, str, secret)
+
+
+def texts_in(value: JSON) -> Iterator[str]:
+    """Every text in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(item)
+
+
+def query_value(text: str) -> str:
+    return urllib.parse.quote(text, safe="")
+
+
+def segment_value(text: str) -> str:
+    if text in ("", ".", "..") or "/" in text:
+        raise ToolError(f"{text[:40]!r} is not one segment of a path")
+    return urllib.parse.quote(text, safe="")
+
+
+def header_value(text: str) -> str:
+    if not (text.isascii() and text.isprintable()):
+        raise ToolError("a header takes printable ASCII only")
+    return text
 
 
 def run_program(argv: tuple[str, ...], context: ToolContext) -> ToolOutput:
@@ -2853,7 +3097,11 @@ FUNCTIONS = {
     "hypot", "degrees", "radians", "gcd")}
 
 
-PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)(?:\.\.\.)?\}")
+PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_][a-z0-9_]*)(?:\.\.\.)?\}")
+TEMPLATE = re.compile(r"\$\{(?P<secret>[A-Za-z_][A-Za-z0-9_]*)\}|\{(?P<name>[a-z_][a-z0-9_]*)\}")
+SAFE_METHODS, REDIRECTS = ("GET", "HEAD", "OPTIONS"), (301, 302, 303, 307, 308)
+METHODS = (*SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
+MOST_REDIRECTS, MOST_BODY = 3, 16_000_000  # bytes of a response, unpacked
 FILE_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe",
               stat.S_IFSOCK: "socket", stat.S_IFBLK: "device", stat.S_IFCHR: "device"}
 BASELINE_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "TMPDIR", "LANG")
@@ -2889,6 +3137,8 @@ BUILTINS = {
     "write_file": BuiltinEntry(PathBuiltin(write_content, CutFrom.MIDDLE_KEEP_HEAD, Access.WRITE),
                                "Write a whole text file; what was in it before is gone.",
                                {"path": PATH_PARAMETER, "content": {"type": "string"}}, ("path", "content")),
+    "activate_skill": BuiltinEntry(SkillBuiltin(), "Get the instructions of a skill before you do what it is for.",
+                                   {"name": {"type": "string", "minLength": 1}}, ("name",)),
 }
 
 
@@ -2908,6 +3158,15 @@ class Entry(Value):
     dash: tuple[str, ...] = ()
     sandbox: str = ""
     roots: tuple[str, ...] = ()
+    method: str = "GET"
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Any = None
+    allow_private: bool = False
+    system: str = ""
+    tools: tuple[str, ...] = ()
+    max_turns: int = 10
     approval: Approval = Approval.ASK
     readonly: bool = False
     idempotent: bool = False
@@ -2984,6 +3243,17 @@ class Registry(Value):
     def specs(self) -> tuple[ToolSpec, ...]:
         return tuple(tool.spec for tool in self.tools.values())
 
+    def with_skills(self, skills: Mapping[str, Skill]) -> Registry:
+        """The registry whose `activate_skill` knows these; without any, it has no such tool."""
+        tools = {name: replace(tool, kind=replace(tool.kind, skills=skills)) if isinstance(tool.kind, SkillBuiltin) else tool
+                 for name, tool in self.tools.items() if skills or not isinstance(tool.kind, SkillBuiltin)}
+        return replace(self, tools=tools)
+
+    def of_agent(self, agent: Agent) -> Registry:
+        """The part of the tools that a sub-agent has: never another agent."""
+        return replace(self, tools={name: tool for name, tool in self.tools.items()
+                                    if name in agent.tools and not isinstance(tool.kind, Agent)})
+
     def only(self, names: Sequence[str]) -> Registry:
         """The registry narrowed to `names`, where there are any. Raises ConfigError for one that is not in it."""
         for name in names:
@@ -3027,9 +3297,9 @@ def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]
 
 def build_tool(name: str, entry: Entry, manifest: Manifest, where: str) -> Tool:
     """The Tool of one manifest entry. Raises ConfigError."""
-    allowed = KINDS[entry.kind].keys | COMMON_KEYS
+    allowed = KINDS[entry.kind].keys | COMMON_KEYS - KINDS[entry.kind].without
     for key in Entry.__dataclass_fields__:
-        if key not in allowed and getattr(entry, key) != getattr(Entry, key, None) and getattr(entry, key):
+        if key not in allowed and getattr(entry, key) != Entry.__dataclass_fields__[key].default and getattr(entry, key):
             raise ConfigError(f"a {entry.kind} tool has no key {key!r}", where)
     if entry.sandbox and entry.sandbox not in manifest.sandbox:
         raise ConfigError(f"there is no [sandbox.{entry.sandbox}]", f"{where}.sandbox")
@@ -3050,12 +3320,7 @@ def build_command(name: str, entry: Entry, prefix: tuple[str, ...], where: str) 
     if placeholders(texts[0]) or not isinstance(argv[0], str):
         raise ConfigError("the program's name is fixed", f"{where}.argv[0]")
     schema = parameters_schema(entry, where)
-    used = {parameter for text in texts for parameter in placeholders(text)}
-    declared = set(schema.get("properties", {}))
-    if used != declared:
-        odd = sorted(used ^ declared)[0]
-        raise ConfigError(f"{odd!r} is a placeholder without a parameter" if odd in used else
-                          f"no argv element uses the parameter {odd!r}", where)
+    check_parameters({parameter for text in texts for parameter in placeholders(text)}, schema, where)
     for text in texts:
         if "...}" in text and not (text.startswith("{") and len(placeholders(text)) == 1 and text.endswith("}")):
             raise ConfigError("{x...} must be a whole element", f"{where}.argv")
@@ -3084,6 +3349,42 @@ def build_builtin(name: str, entry: Entry, prefix: tuple[str, ...], where: str) 
     schema = {"type": "object", "properties": dict(builtin.properties), "required": list(builtin.required),
               "additionalProperties": False}
     return kind, entry.description or builtin.description, schema
+
+
+def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[HttpTool, str, JSON]:
+    whole_url = PLACEHOLDER.fullmatch(entry.url)
+    if not whole_url and not re.match(r"https?://[^/?{}\s]+(?:[/?]|$)", entry.url):
+        raise ConfigError("http(s)://HOST/… is needed, with placeholders behind the host only, or one placeholder alone",
+                          f"{where}.url")
+    if entry.method not in METHODS:
+        raise ConfigError(f"{entry.method!r} is none of {', '.join(METHODS)}", f"{where}.method")
+    schema = parameters_schema(entry, where)
+    templates = [entry.url, *entry.headers.values(), *entry.query.values(), *texts_in(entry.body)]
+    check_parameters({parameter for text in templates for parameter in placeholders(text)}, schema, where)
+    missing = [parameter for parameter in placeholders(entry.url) if parameter not in schema.get("required", ())
+               and "default" not in schema["properties"][parameter]]
+    if missing:
+        raise ConfigError("a parameter in the URL cannot be left out; put it into query = {…}", f"{where}.params.{missing[0]}")
+    if "${" in entry.url + "".join(entry.query.values()):
+        raise ConfigError("a secret in a URL would be shown; send it in a header", where)
+    return (HttpTool(entry.method, entry.url, entry.headers, entry.query, entry.body, entry.allow_private),
+            entry.description, schema)
+
+
+def build_agent(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Agent, str, JSON]:
+    if not entry.tools or entry.max_turns < 1:
+        raise ConfigError("tools = [\"…\"] and max_turns from 1 on are needed", where)
+    schema = {"type": "object", "properties": {"task": {"type": "string", "minLength": 1, "description": "what to find out or do"}},
+              "required": ["task"], "additionalProperties": False}
+    return Agent(entry.system or AGENT_PROMPT, entry.tools, entry.max_turns), entry.description, schema
+
+
+def check_parameters(used: set[str], schema: JSON, where: str) -> None:
+    """Raises ConfigError for a placeholder without a parameter, or a parameter that nothing uses."""
+    odd = sorted(used ^ set(schema.get("properties", {})))
+    if odd:
+        raise ConfigError(f"{odd[0]!r} is a placeholder without a parameter" if odd[0] in used else
+                          f"nothing uses the parameter {odd[0]!r}", where)
 
 
 def parameters_schema(entry: Entry, where: str) -> JSON:
@@ -3193,13 +3494,19 @@ class KindEntry(Value):
 
     build: Callable[[str, Entry, tuple[str, ...], str], tuple[Any, str, JSON]]
     keys: frozenset[str]
+    without: frozenset[str] = frozenset()  # of the common ones, those that would say nothing here
 
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 COMMON_KEYS = frozenset(("kind", "description", "approval", "readonly", "idempotent", "required", "timeout", "output"))
 KINDS = {"command": KindEntry(build_command, frozenset(("argv", "params", "schema", "dash", "sandbox", "env"))),
          "shell": KindEntry(build_shell, frozenset(("params", "schema", "sandbox", "env"))),
-         "builtin": KindEntry(build_builtin, frozenset(("builtin", "roots")))}
+         "builtin": KindEntry(build_builtin, frozenset(("builtin", "roots"))),
+         "http": KindEntry(build_http, frozenset(("method", "url", "headers", "query", "body", "allow_private", "params",
+                                                  "schema"))),
+         "agent": KindEntry(build_agent, frozenset(("system", "tools", "max_turns")),
+                            frozenset(("timeout", "readonly", "idempotent")))}
+AGENT_PROMPT = "You do one task for another assistant, with the tools you have, and answer with what you found."
 JSON_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
 PLAIN_OBJECT = frozenset(("type", "properties", "required", "additionalProperties", "title", "description"))
 PLAIN_KEYS = frozenset(("type", "description", "default", "enum", "minLength", "maxLength", "minimum", "maximum",
@@ -3270,6 +3577,18 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
         return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.AUTO, reason="")
     granted = tool.approval is not Approval.ALWAYS and any(allows(grant, canonical) for grant in grants)
     return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.GRANT, reason="") if granted else verdict
+
+
+def barred(verdict: Verdict, answer: Answer, registry: Registry, places: Places) -> Answer:
+    """The last word on a call: what only others can tell is asked for once it is allowed, so that nothing leaves the
+    machine, not even a host's name, for a call that is not."""
+    if answer.decision is not Decision.ALLOW:
+        return answer
+    try:
+        reason = registry.tools[verdict.canonical.tool].kind.barred(verdict.canonical, places)
+    except ToolError as error:
+        return Answer(Decision.ERROR, DecidedBy.RULE, str(error))
+    return Answer(Decision.DENY, DecidedBy.RULE, reason) if reason else answer
 
 
 def refusal(reason: str) -> Verdict:
@@ -4908,6 +5227,7 @@ class Parts(Value):
     prompter: Any  # ask(questions, directory) -> answers
     places: Places
     spawn: Callable[[Program, float, Callable[[int, str], None]], Finished]
+    request: Callable[[HttpRequest, float], Any]  # of a tool: a context manager that yields an HttpReply
     append: Callable[[Mapping[str, JSON], Sync], None]
     sinks: tuple[Callable[[Event], None], ...]
     shield: Callable[[], Any]
@@ -4937,7 +5257,8 @@ class Session:
             record = self.parts.mask.value(encode(record))
             event = from_record(record, "masked")
         with self.parts.shield():
-            effect = isinstance(event, EFFECT_EVENTS) and not self.is_readonly(event.name)
+            innermost = event.event if isinstance(event, AgentStep) else record
+            effect = innermost["type"] in EFFECT_EVENTS and not self.is_readonly(innermost["name"])
             self.parts.append(record, Sync.DISK if effect else Sync.KERNEL)
             self.state = apply(self.state, event)
         self.notice(event)
@@ -4946,6 +5267,11 @@ class Session:
         """Shown only."""
         for sink in self.parts.sinks:
             sink(event)
+
+    def pass_on(self, event: Event) -> None:
+        """The sink of a sub-agent: its events come with their records, what it streams is nobody's answer."""
+        if type(event) in (ModelRetried, ApprovalRequested, Warned):
+            self.notice(event)
 
     def is_readonly(self, name: str) -> bool:
         tool = self.parts.registry.tools.get(name)
@@ -5007,7 +5333,7 @@ def stop_where_spent(session: Session) -> None:
                        mend="the model goes in circles: word the task differently, or use another model")
     if state.turns >= limits.max_turns:
         raise turn_limit(session)
-    spent = (state.usage.prompt or 0) + (state.usage.completion or 0)
+    spent = spent_tokens(state)
     if limits.max_tokens and spent >= limits.max_tokens:
         command = session.parts.way_on(state, ("--max-tokens", str(spent + limits.max_tokens)))
         raise RunEnded(f"the token limit of {limits.max_tokens:,} is reached ({spent:,} used)", code=ExitCode.LIMIT,
@@ -5047,7 +5373,8 @@ def approve_phase(session: Session) -> Phase:
     answers = dict(zip(asked, ask_batch(session, asked)))
     for call in calls:
         verdict = session.verdicts[call.id]
-        answer = answers.get(call.id) or Answer(verdict.decision, verdict.by, verdict.reason)
+        answer = barred(verdict, answers.get(call.id) or Answer(verdict.decision, verdict.by, verdict.reason),
+                        session.parts.registry, session.parts.places)
         session.emit(CallDecided(call.id, answer.decision, answer.by, verdict.grant, answer.reason, verdict.digest))
     denied = [call for call in calls if session.state.decided[call.id].decision is Decision.DENY]
     if denied and session.parts.on_deny is OnDeny.STOP:
@@ -5088,7 +5415,7 @@ def refuse_uncertain(state: State, registry: Registry) -> None:
     """Raises RunEnded (exit 10) for a call that was started by a process that is gone, and may have had an effect."""
     for call in state.open_calls:
         tool = registry.tools.get(call.name)
-        if call.id in state.begun and not (tool and (tool.readonly or tool.idempotent)):
+        if call.id in state.begun and not (tool and (tool.readonly or tool.idempotent or tool.kind.resumes)):
             raise RunEnded(f"{call.id} ({call.name}) was started and its end is not known", code=ExitCode.UNCERTAIN,
                            mend="look at what it did before you go on")
 
@@ -5162,12 +5489,14 @@ def run_together(session: Session, calls: Sequence[ToolCall]) -> None:
 @contextmanager
 def settled(session: Session, calls: Sequence[ToolCall],
             known: Callable[[State, ToolCall, Interrupted], Event]) -> Iterator[None]:
-    """A stop inside leaves no begun call without a word: the event says what is `known` of it."""
+    """A stop inside leaves no begun call without a word: the event says what is `known` of it. A call that goes on
+    where it stopped needs none."""
     try:
         yield
     except Interrupted as stopped:
         for call in calls:
-            if call.id in session.state.begun and call.id not in session.state.results:
+            goes_on = session.parts.registry.tools[call.name].kind.resumes
+            if call.id in session.state.begun and call.id not in session.state.results and not goes_on:
                 with contextlib.suppress(Interrupted):  # one was raised already
                     session.emit(known(session.state, call, stopped))
         raise
@@ -5193,21 +5522,76 @@ def start_call(session: Session, call: ToolCall) -> None:
 def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], None]) -> ToolFinished:
     """Runs an approved call as it was approved. Its failure is a result for the model."""
     parts, tool, verdict = session.parts, session.parts.registry.tools[call.name], session.verdicts[call.id]
-    before = parts.clock()
-    context = ToolContext(
-        parts.spawn, on_start, tool_environment(parts.environ, tool.environment, session.state.begun[call.id].key),
-        parts.places, max(0.1, min(tool.timeout, parts.deadline.left())), parts.now)
+    before, context = parts.clock(), context_of(session, call, tool, on_start)
     try:
         if digest((tool.canonical(verdict.arguments, parts.places))) != session.state.decided[call.id].digest:
             raise ToolError("what the call comes down to has changed since it was approved")
         parts.places.check()
         output = tool.kind.run(verdict.canonical, verdict.arguments, context)
     except (ToolError, OSError) as error:
-        output = ToolOutput(ToolStatus.FAILED, whole(""), str(error))
+        output = ToolOutput(getattr(error, "status", ToolStatus.FAILED), whole(""), str(error))
     budget = min(tool.output or session.state.limits.output, window_share(parts.model.window()), MOST_OUTPUT)
     text, omitted = truncate(parts.mask.captured(output.output), budget, tool.kind.cut)
     text = "\n".join(part for part in (output.note, text.rstrip("\n")) if part) or "(no output)"
     return ToolFinished(call.id, call.name, output.status, text, omitted, round(parts.clock() - before, 3))
+
+
+def context_of(session: Session, call: ToolCall, tool: Tool, on_start: Callable[[int, str], None]) -> ToolContext:
+    parts, key = session.parts, session.state.begun[call.id].key
+
+    def secret(name: str) -> str:
+        if not parts.environ.get(name):
+            raise ToolError(f"the variable {name} is not set: the operator must give it")
+        return parts.environ[name]
+
+    def unallowed(canonical: Canonical) -> str:
+        granted = any(allows(grant, canonical) for grant in session.grants)
+        return "" if granted or tool.runs_unasked(canonical) else f"no grant allows that ({exact_grant(canonical)})"
+
+    return ToolContext(
+        parts.spawn, on_start, tool_environment(parts.environ, tool.environment, key), parts.places,
+        max(0.1, min(tool.timeout, parts.deadline.left())), parts.now, key, parts.request, secret, unallowed,
+        lambda agent, task: run_agent(session, call, agent, task))
+
+
+def run_agent(session: Session, call: ToolCall, agent: Agent, task: str) -> ToolOutput:
+    """The answer of a sub-agent, whose events stand in this session's journal: it goes on where it stopped.
+
+    Raises what ends the whole run: a denial, a signal, the deadline, an effect that is not known."""
+    parts, state = session.parts, session.state.agents.get(call.id) or State(replies=session.state.replies)
+    own = Session(replace(
+        parts, registry=parts.registry.of_agent(agent), sinks=(session.pass_on,),
+        append=lambda record, sync: session.emit(AgentStep(call.id, encode(record))),
+        way_on=lambda _, more: parts.way_on(session.state, more)), session.grants, state)
+    own.grants = session.grants  # what a person allows for the session, it allows everywhere in it
+    limits = agent_limits(agent, session.state)
+    own.emit(SessionResumed((), limits) if state.started else agent_started(session, call, agent, task, limits))
+    finished, error = run(own)
+    if error and error.code not in AGENT_ENDS:
+        raise error
+    if error:
+        return ToolOutput(ToolStatus.FAILED, whole(finished.answer or ""), f"it ended without an answer: {error.what}")
+    return ToolOutput(ToolStatus.OK, whole(finished.answer or ""))
+
+
+def agent_limits(agent: Agent, state: State) -> Limits:
+    """What a sub-agent may use: its own turns, and what is left of the session's tokens."""
+    left = state.limits.max_tokens and max(1, state.limits.max_tokens - spent_tokens(state))
+    return replace(state.limits, max_turns=min(agent.max_turns, state.limits.max_turns), max_tokens=left)
+
+
+def agent_started(session: Session, call: ToolCall, agent: Agent, task: str, limits: Limits) -> SessionStarted:
+    """The first event of a sub-agent: all that it has is made from its parent's."""
+    state = session.state
+    mode = state.started.call_mode if state.call_mode is CallMode.NATIVE else state.call_mode
+    return replace(
+        state.started, session=f"{state.started.session}/{call.id}", task=task, system=agent.system, data="", files=(),
+        call_mode=mode, options=replace(state.started.options, limits=limits), grants=(),
+        nonce=digest([state.started.nonce, call.id])[:16], tools=tuple(session.parts.registry.of_agent(agent).tools))
+
+
+def spent_tokens(state: State) -> int:
+    return (state.usage.prompt or 0) + (state.usage.completion or 0)
 
 
 def answer_phase(session: Session) -> Phase:
@@ -5222,23 +5606,24 @@ def answer_phase(session: Session) -> Phase:
 def finish(session: Session, error: AgentLoopError | None) -> SessionFinished:
     """Emits and returns the one `session.finished` of this process."""
     state = session.state
-    if error and error.code in GOES_ON and not error.command and session.parts.way_on(state, ()):
-        error.mend += f"{'; ' if error.mend else ''}go on with: {session.parts.way_on(state, ())}"
+    way_on = f"go on with: {session.parts.way_on(state, ())}"
+    if error and error.code in GOES_ON and not error.command and session.parts.way_on(state, ()) and way_on not in error.mend:
+        error.mend += f"{'; ' if error.mend else ''}{way_on}"
     code = error.code if error else ExitCode.ANSWERED_DENIED if state.denied else ExitCode.ANSWERED
     kind = getattr(error, "kind", code.outcome)
     finished = SessionFinished(
         code.outcome, int(code), state.last_reply.text if state.answered else None,
         state.started.session, state.turns, state.usage, round(session.parts.clock() - session.began, 3),
-        state.denied + pending_denials(session), evidence_of(state), dict(state.tool_counts), state.warnings,
+        state.denied + pending_denials(state), evidence_of(state), dict(state.tool_counts), state.warnings,
         Failure(kind, str(error), getattr(error, "status", None)) if error else None)
     session.emit(finished)
     return finished
 
 
-def pending_denials(session: Session) -> tuple[Denied, ...]:
-    """The calls that were denied and have no result: the run stopped at them."""
-    state = session.state
-    return tuple(Denied(call.id, call.name, state.decided[call.id].scope or call.name, state.decided[call.id].scope)
+def pending_denials(state: State) -> tuple[Denied, ...]:
+    """The calls that were denied and have no result, a sub-agent's too: the run stopped at them."""
+    inside = tuple(denied for agent in state.agents.values() for denied in pending_denials(agent))
+    return inside + tuple(Denied(call.id, call.name, state.decided[call.id].scope or call.name, state.decided[call.id].scope)
                  for call in state.open_calls if call.id in state.decided
                  and state.decided[call.id].decision is Decision.DENY)
 
@@ -5261,6 +5646,8 @@ MOST_REPEATS = 5
 MOST_BROKEN = 3
 GOES_ON = frozenset((ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HANGUP, ExitCode.DEADLINE, ExitCode.ENDPOINT,
                      ExitCode.BUSY, ExitCode.CREDENTIALS))  # ends after which the same command line goes on
+AGENT_ENDS = frozenset((ExitCode.LIMIT, ExitCode.STALLED, ExitCode.CONTEXT, ExitCode.SCHEMA,
+                        ExitCode.UNUSABLE))  # ends of a sub-agent that are a result for its parent
 AT_ONCE = 16  # read-only calls that run at the same time
 DECISION_WORDS = {ToolStatus.DENIED: "denied", ToolStatus.ERROR: "error"}
 MOVED_TO_JSON = "calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)"
@@ -5332,12 +5719,20 @@ def finished_line(event: ToolFinished) -> str:
     return f"{event.call} {event.status} in {event.duration_s:.2f}s: {first}"
 
 
+def agent_line(event: AgentStep) -> str | None:
+    """What its own event would say, after the call that the sub-agent runs in."""
+    step = from_record(event.event, event.call)
+    words = PROGRESS.get(type(step)) if type(step) not in (SessionStarted, *VERBOSE_ONLY) else None
+    line = words(step) if words else None
+    return line and "\n".join(f"{event.call} › {part}" for part in line.split("\n"))
+
+
 def decided_line(event: CallDecided) -> str | None:
     return None if event.decision is Decision.ERROR else f"{event.call} {event.decision} by {event.by}"
 
 
 PRINTERS = {OutputFormat.TEXT: print_answer, OutputFormat.JSON: print_object, OutputFormat.JSONL: print_event}
-PROGRESS = {SessionStarted: started_line, ModelReplied: replied_line, ToolFinished: finished_line,
+PROGRESS = {SessionStarted: started_line, AgentStep: agent_line, ModelReplied: replied_line, ToolFinished: finished_line,
             CallDecided: decided_line,
             RequestAdapted: lambda event: one_line(event.change + (f" ({event.reason})" if event.reason else ""), 400),
             ModelTold: lambda event: f"the model is told: {one_line(event.text)}",
@@ -5398,6 +5793,8 @@ class Flags(Value):
     calls: CallMode | None = None
     journal: str = ""
     loudness: Loudness = Loudness.NORMAL
+    skills: str = ""
+    preloaded: tuple[str, ...] = ()
     scopes: Scopes = Scopes.HIDDEN
 
 
@@ -5619,6 +6016,7 @@ class Setup(Value):
     registry: Registry
     places: Places
     grants: tuple[Grant, ...]
+    skills: Mapping[str, Skill] = field(default_factory=dict)
     on_deny: OnDeny | None = None
 
 
@@ -5626,13 +6024,38 @@ def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str)
     """Raises ConfigError for whatever is wrong with tools and grants."""
     machine = asked.machine
     registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
+    skills = load_skills(asked, registry, cwd)
+    registry = registry.with_skills(skills)
     places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id, functools.cache(machine.addresses))
     grants = tuple(parse_grant(text, registry.forms, places) for text in asked.flags.grants)
     named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
-    own = [os.path.realpath(path) for path in (manifest.where, machine.config, __file__) if path]
+    own = [os.path.realpath(path) for path in (manifest.where, machine.config, __file__,
+                                               *(skill.folder for skill in skills.values())) if path]
     places = replace(places, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
-    return Setup(asked, manifest, registry, places, grants, asked.flags.on_deny)
+    return Setup(asked, manifest, registry, places, grants, skills, asked.flags.on_deny)
+
+
+def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str, Skill]:
+    """The skills of this run; those that cannot be used are warned of. None is looked for where nothing can use one,
+    and none in the working directory. Raises ConfigError for a `--skill` that is not there."""
+    flags, machine = asked.flags, asked.machine
+    wanted = any(isinstance(tool.kind, SkillBuiltin) for tool in registry.tools.values())
+    if not wanted and not flags.preloaded:
+        return {}
+    here = os.path.dirname(os.path.realpath(__file__))
+    places = [os.path.join(machine.config, "skills"), *([flags.skills] if flags.skills else []),
+              os.path.join(here, "skills"), f"{sys.prefix}/share/agentloop/skills"]
+    index = index_skills(find_skills([os.path.realpath(place) for place in places]))
+    for finding in index.findings:
+        asked.streams.show(Warned(f"{finding.where}: {finding.text}"))
+    unused = os.path.join(cwd, "skills")
+    if os.path.isdir(unused) and os.path.realpath(unused) not in map(os.path.realpath, places):
+        asked.streams.show(Warned("skills/ in this directory is not used; to use it: --skills ./skills"))
+    for name in flags.preloaded:
+        if name not in index.skills:
+            raise ConfigError(f"there is no skill {name!r}", "--skill", f"there are: {', '.join(index.skills) or 'none'}")
+    return index.skills
 
 
 def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
@@ -5654,7 +6077,7 @@ def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
                           flags.on_deny or "")
         return SessionStarted(
             session_id, __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
-            options, system_text(flags), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
+            options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
             manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
             setup.places.cwd, setup.places.cwd_id)
 
@@ -5703,6 +6126,8 @@ def check_call(asked: Invocation) -> ExitCode:
     except ToolError as error:
         call = ToolCall("c1", name, problem=error.what)
     verdict = judge(call, setup.registry, setup.grants, setup.places)
+    answer = barred(verdict, Answer(verdict.decision, verdict.by, verdict.reason), setup.registry, setup.places)
+    verdict = replace(verdict, decision=answer.decision, reason=answer.reason)
     decision = Decision.DENY if verdict.decision is Decision.ASK else verdict.decision
     near = nearest(setup.grants, verdict.canonical) if verdict.canonical and decision is Decision.DENY else None
     found = CheckedCall(decision, verdict.reason, shown_subject(verdict.canonical) if verdict.canonical else None,
@@ -5797,11 +6222,27 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
     flags, streams, interrupts, machine, _ = contents(setup.asked)
     processes, prompter = Processes(interrupts.shield), prompter_of(flags)
     on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
-    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, (choice.options.key_env,), (choice.key,))
+    named = (choice.options.key_env, *(name for tool in setup.registry.tools.values() for name in tool.kind.secrets))
+    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key,))
+    reaching: set[Http] = set()
+
+    @contextmanager
+    def request(wanted: HttpRequest, timeout: float) -> Iterator[HttpReply]:
+        http = Http(Deadline(time.monotonic() + timeout), machine.open_transport)
+        reaching.add(http)
+        with contextlib.closing(http), http.request(wanted) as reply:
+            yield reply
+        reaching.discard(http)
+
+    def stop() -> None:
+        processes.stop()
+        for http in reaching:
+            http.cut()
+
     return Parts(
         model, setup.registry, prompter, setup.places,
-        lambda program, timeout, on_start: spawn(program, timeout, processes, on_start), journal.append,
-        (streams.show, *machine.sinks), interrupts.shield, processes.stop, deadline, machine.environ,
+        lambda program, timeout, on_start: spawn(program, timeout, processes, on_start), request, journal.append,
+        (streams.show, *machine.sinks), interrupts.shield, stop, deadline, machine.environ,
         lambda state, more: way_on(flags, state, journal, more), streams.mask, on_deny)
 
 
@@ -5864,10 +6305,13 @@ def limits_of(flags: Flags, manifest: Manifest, base: Limits) -> Limits:
                   size(entry.output, f"{where}.output") if entry.output else base.output)
 
 
-def system_text(flags: Flags) -> str:
-    if flags.system.startswith("@"):
-        return read_file(flags.system[1:])
-    return flags.system or SYSTEM_PROMPT
+def system_text(setup: Setup, window: int) -> str:
+    """The system prompt: the operator's or our own, the skills that can be activated, those that are given at once."""
+    flags, skills = setup.asked.flags, setup.skills
+    own = read_file(flags.system[1:]) if flags.system.startswith("@") else flags.system or SYSTEM_PROMPT
+    can_activate = any(isinstance(tool.kind, SkillBuiltin) for tool in setup.registry.tools.values())
+    listed = catalog(SkillIndex(skills), window_share(window)) if can_activate else ""
+    return "\n\n".join(part for part in (own, listed, *(skill_text(skills[name]) for name in flags.preloaded)) if part)
 
 
 def build_app(wanted: list[Wanted]) -> Any:
@@ -5910,6 +6354,8 @@ def add_run(app: Any, wanted: list[Wanted]) -> None:
             system: str = option("", "--system", metavar="TEXT|@FILE", help="Another system prompt."),
             file: list[str] = option([], "-f", "--file", help="A file to send along."),
             stdin: StdinMode = option("auto", "--stdin", help="What stdin is."),
+            skills: str = option("", "--skills", metavar="DIR", help="A folder of skills."),
+            skill: list[str] = option([], "--skill", metavar="NAME", help="A skill to begin with."),
             only: list[str] = option([], "--only", metavar="TOOL", help="Offer this tool and no other."),
             max_turns: int = option(None, "--max-turns", help="Replies that the model may give (20)."),
             timeout: str = option("", "--timeout", help="Deadline of the whole run, e.g. 90s, 10m (10m)."),
@@ -5918,13 +6364,13 @@ def add_run(app: Any, wanted: list[Wanted]) -> None:
             context: int = option(None, "--context", help="The model's window in tokens."),
             calls: CallMode = option(None, "--calls", help="How calls are made."),
             journal: str = option("", "--journal", metavar="FILE|none", help="Where the session is kept."),
-            quiet: bool = option(False, "-q", help="Say nothing on success."),
-            verbose: bool = option(False, "-v", help="Say more."),
+            quiet: bool = option(False, "-q", "--quiet", help="Say nothing on success."),
+            verbose: bool = option(False, "-v", "--verbose", help="Say more."),
     ) -> None:
         """Start a session and print its answer."""
         flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
                       stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
-                      Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
+                      Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL, skills, tuple(skill))
         wanted.append(Wanted(start, flags))
 
 
@@ -5948,8 +6394,8 @@ def add_resume(app: Any, wanted: list[Wanted]) -> None:
             timeout: str = option("", "--timeout", help="Deadline of this run."),
             max_tokens: int = option(None, "--max-tokens", help="Tokens of the whole session."),
             reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply."),
-            quiet: bool = option(False, "-q", help="Say nothing on success."),
-            verbose: bool = option(False, "-v", help="Say more."),
+            quiet: bool = option(False, "-q", "--quiet", help="Say nothing on success."),
+            verbose: bool = option(False, "-v", "--verbose", help="Say more."),
     ) -> None:
         """Go on with a session that stopped."""
         flags = Flags(task=task, session=session, url=url, tools=tools, grants=tuple(yes_scope), approve=approve,

@@ -11,9 +11,11 @@ import contextlib
 import dataclasses
 import dis
 import fcntl
-import random
+import hashlib
+import http.server
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -26,7 +28,7 @@ import threading
 import time
 import types
 import typing
-import urllib.parse
+import unicodedata
 from pathlib import Path
 
 import jsonschema
@@ -313,6 +315,323 @@ def test_secrets_are_masked_wherever_they_stand():
         "a": ["x [masked secret] y"], "[masked secret]": "/root short"}
 
 
+# ── 8. Skills ──
+
+
+def skill_md(description: str = "What it does.", name: str = "disk-full", more: str = "", body: str = "Steps.") -> str:
+    return f"---\nname: {name}\ndescription: {description}\n{more}---\n{body}\n"
+
+
+def parsed_skill(text: str, folder: str = "/s/disk-full"):
+    return agentloop.parse_skill(text, folder, ("scripts/b.sh", "references/a.md"))
+
+
+LOADED = {
+    "plain": (skill_md(), "What it does."),
+    "byte-order-mark": ("\ufeff" + skill_md(), "What it does."),
+    "crlf": (skill_md().replace("\n", "\r\n"), "What it does."),
+    "blanks-after-the-lines": (skill_md().replace("---\n", "--- \t\n"), "What it does."),
+    "quoted": (skill_md('"Use: it"'), "Use: it"),
+    "folded": (skill_md(">-\n  one\n  two"), "one two"),
+    "literal-on-one-line": (skill_md("|\n  one\n\n  two"), "one two"),
+    "everything-is-text": (skill_md("12"), "12"),
+    "all-keys": (skill_md(more="license: MIT\ncompatibility: Debian\nallowed-tools: a b\nmetadata:\n  author: me\n"), "What it does."),
+    "list-of-tools": (skill_md(more="allowed-tools:\n- run_shell\n"), "What it does."),
+    "three-dashes-in-the-text": (skill_md("a---b", body="Steps.\n---\nMore."), "a---b"),
+    "control-characters-gone": (skill_md('"a\\e[31mb\\0\\ud800"'), "ab?"),
+    "longest": (skill_md("x" * 1024), "x" * 1024),
+}
+
+
+@pytest.mark.parametrize("text,description", LOADED.values(), ids=LOADED)
+def test_a_skill_loads_without_findings(text, description):
+    skill, findings = parsed_skill(text)
+    assert findings == () and (skill.name, skill.description, skill.folder) == ("disk-full", description, "/s/disk-full")
+    assert skill.body.startswith("Steps.") and "\r" not in skill.body
+    assert skill.resources == ("references/a.md", "scripts/b.sh")
+    assert skill.sha256 == hashlib.sha256(text.encode()).hexdigest()
+
+
+BARE_COLONS = {
+    "inside": ("Use when: a disk is full", "Use when: a disk is full"),
+    "at-the-end": ("Use when:", "Use when:"),
+    "quotes-in-it": ("It's \"new\": yes", "It's \"new\": yes"),
+    "two-lines": ("one\n  two: three\n  four", "one two: three four"),
+}
+
+
+@pytest.mark.parametrize("written,description", BARE_COLONS.values(), ids=BARE_COLONS)
+def test_an_unquoted_colon_in_a_description_is_tolerated_and_said(written, description):
+    skill, findings = parsed_skill(skill_md(written))
+    assert skill.description == description
+    assert findings == (agentloop.Finding("/s/disk-full/SKILL.md:3", "tolerated: an unquoted colon in 'description'; put quotes around the text"),)
+
+
+UNUSABLE = {
+    "empty": ("", 1, "its first line must be ---"),
+    "no-front-matter": ("# Steps\n", 1, "its first line must be ---"),
+    "not-closed": ("---\nname: disk-full\n", 1, "no second line --- closes"),
+    "nothing-in-it": ("---\n---\nSteps.\n", 2, "must be one map"),
+    "a-list": ("---\n- a\n---\n", 2, "must be one map"),
+    "two-documents": ("---\nname: disk-full\n...\n--- x\n---\n", 2, "must be one map"),
+    "no-description": ("---\nname: disk-full\n---\n", 1, "the key 'description' is missing"),
+    "no-name": ("---\ndescription: x\n---\n", 1, "the key 'name' is missing"),
+    "description-empty": (skill_md(""), 3, "'description' is empty"),
+    "description-of-nothing-visible": (skill_md('"\\0 "'), 3, "'description' is empty"),
+    "description-too-long": (skill_md("x" * 1025), 3, "longer than 1,024"),
+    "description-a-list": (skill_md("\n- x"), 3, "must be a text"),
+    "compatibility-too-long": (skill_md(more=f"compatibility: {'x' * 501}\n"), 4, "longer than 500"),
+    "unknown-key": (skill_md(more="license: MIT\nversion: 1\n"), 5, "unknown key 'version'; known here: name,"),
+    "name-of-another-folder": (skill_md(name="disk"), 2, "must be that of the folder, 'disk-full'"),
+    "name-too-long": (skill_md(name="a" * 65), 2, "longer than 64"),
+    "name-empty": (skill_md(name="''"), 2, "must be lower-case"),
+    "capital": (skill_md(name="Disk-full"), 2, "must be lower-case"),
+    "underscore": (skill_md(name="disk_full"), 2, "must be lower-case"),
+    "two-hyphens": (skill_md(name="disk--full"), 2, "must be lower-case"),
+    "leading-hyphen": (skill_md(name="-disk-full"), 2, "must be lower-case"),
+    "trailing-hyphen": (skill_md(name="disk-full-"), 2, "must be lower-case"),
+    "a-path": (skill_md(name="../disk-full"), 2, "must be lower-case"),
+    "key-twice": (skill_md(more="name: disk-full\n"), 4, "there twice"),
+    "key-twice-below": (skill_md(more="metadata:\n  a: b\n  a: c\n"), 6, "there twice"),
+    "key-of-no-text": (skill_md(more="? - a\n: b\n"), 4, "no text"),
+    "tag": (skill_md("!!python/object/apply:os.system [id]"), 3, "a tag"),
+    "anchor": (skill_md("&a x"), 3, "an anchor"),
+    "alias": (skill_md(more="license: *a\n"), 4, "an alias"),
+    "flow-list": (skill_md(more="allowed-tools: [a, b]\n"), 4, "a [list]"),
+    "flow-map": (skill_md(more="metadata: {}\n"), 4, "a {map}"),
+    "colon-elsewhere": (skill_md(more="license: a: b\n"), 4, "mapping values are not allowed here"),
+    "both-colons": (skill_md("a: b", more="license: a: b\n"), 3, "mapping values are not allowed here"),
+    "tab": (skill_md("\tx"), 3, "cannot start any token"),
+    "control-character": (skill_md("a\x01b"), 3, "special characters are not allowed"),
+    "half-surrogate": (skill_md("a\ud800b"), 3, "special characters are not allowed"),
+    "no-such-character": (skill_md('"\\UFFFFFFFF"'), 2, "cannot be read"),
+    "version-of-5000-digits": (f"---\n%YAML {'9' * 5000}.1\n--- x\n---\n", 2, "cannot be read"),
+    "deep": (skill_md(more="metadata:\n" + "".join(" " * n + "a:\n" for n in range(1, 99))), 12, "too deep"),
+    "deep-list": (skill_md(more="metadata:\n" + "- " * 3000 + "a\n"), 5, "too deep"),
+    "long-front-matter": (skill_md(more="license: " + "x" * 8000 + "\n"), 1, "longer than 8,000"),
+}
+
+
+@pytest.mark.parametrize("text,line,problem", UNUSABLE.values(), ids=UNUSABLE)
+def test_what_is_no_skill_is_a_finding_with_file_and_line(text, line, problem):
+    skill, findings = parsed_skill(text)
+    assert skill is None and findings[0].where == f"/s/disk-full/SKILL.md:{line}" and problem in findings[0].text
+
+
+HOSTILE = {
+    "flow-maps": "{" * 7_900, "flow-lists": "a: " + "[" * 7_900, "keys": "".join(f"k{n}: v\n" for n in range(900)),
+    "blocks": "".join(" " * n + "a:\n" for n in range(120)), "colons": "description: " + ": " * 3_900,
+    "aliases": "a: &a x\n" + "".join(f"b{n}: [*a,*a,*a,*a]\n" for n in range(400)), "quotes": "a: '" + "''" * 3_900,
+    "megabytes": "a: b\n" * 400_000, "brackets": "[" * (2 << 20), "lines": "\n" * (2 << 20), "dashes": "--- x\n" * 300_000,
+}
+
+
+@pytest.mark.parametrize("inner", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_front_matter_neither_hangs_nor_raises(inner):
+    began = time.process_time()
+    skill, findings = parsed_skill(f"---\n{inner}\n---\nSteps.\n")
+    assert skill is None and 1 <= len(findings) <= 11 and time.process_time() - began < 3
+    assert all(len(finding.text) < 250 for finding in findings)
+
+
+@given(st.text() | st.text("-: \n'\"[]{}&*!|>?#%@`anmedscriptoz\t\x85\u2028", max_size=60).map(lambda text: f"---\nname: disk-full\n{text}\n---\n"))
+def test_any_text_is_a_skill_or_has_a_finding(text):
+    skill, findings = parsed_skill(text)
+    assert skill or findings
+    assert all(re.fullmatch(r"/s/disk-full/SKILL\.md:[1-9]\d*", finding.where) and finding.text for finding in findings)
+    if skill:
+        (skill.description + skill.body).encode()
+        assert skill.description and "\n" not in skill.description
+
+
+FRONT_LINES = st.sampled_from([
+    "name: a-b", "name: A-b", "name: é1", "name: a_b", "name: ' a-b '", "name: ａ-ｂ", "name: 'ǆ'", "name: a--b", "name: ''",
+    "description: x", "description: 'a: b'", "description: a: b", "description: |\n  a\n  b", "description: null",
+    "description: [x]", "description:", f"description: {'x' * 1025}", "description: a #b", "description: http://x/y",
+    "description: \"a\\nb\"", "description: x\n  y", "license: MIT", "license:\n- a", "license: ~", "compatibility: x",
+    f"compatibility: '{'x' * 501}'", "compatibility:\n  a: b", "metadata:\n  a: b\n  c: 1.0", "metadata: x", "metadata: {a: b}",
+    "allowed-tools: a b", "allowed-tools: [a]", "allowed-tools:\n  - a", "version: 1", "# a comment", "", "<<: x", "? license\n: y",
+    "'name': a-b", "on: true", "  name: a-b", "...", "license: &a x", "license: *a", "license: !!str x", "%YAML 1.1", "- x"])
+
+
+@given(st.lists(FRONT_LINES, max_size=5).map("\n".join) | st.tuples(st.just("name: a-b\ndescription:"), st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=12)).map(" ".join), st.sampled_from(("a-b", "é1", "A-b", "ａ-ｂ", "ǆ")))
+@settings(max_examples=400)
+def test_the_reference_validator_judges_a_skill_alike(front, name):
+    parser, validator = pytest.importorskip("skills_ref.parser"), pytest.importorskip("skills_ref.validator")
+    text = f"---\n{front}\n---\nSteps.\n"
+    try:
+        metadata, body = parser.parse_frontmatter(text)
+        problems = validator.validate_metadata(metadata, Path(f"/s/{name}"))
+    except parser.ParseError as error:
+        problems = [str(error)]
+    except (AttributeError, AssertionError, OverflowError):
+        return  # it breaks on the text itself
+    skill, findings = agentloop.parse_skill(text, f"/s/{name}", ())
+    if problems:
+        assert findings and all(re.fullmatch(f"/s/{name}/SKILL[.]md:[0-9]+", finding.where) for finding in findings)
+    else:
+        assert skill and findings == () and skill.body == body
+        assert skill.name == unicodedata.normalize("NFKC", metadata["name"].strip())
+        assert skill.description == " ".join(metadata["description"].split())
+
+
+def index_of(*descriptions: str) -> agentloop.SkillIndex:
+    names = [f"skill-{n}" for n in range(len(descriptions))]
+    return agentloop.index_skills(agentloop.parse_skill(skill_md(text, name), f"/s/{name}", ()) for name, text in zip(names, descriptions))
+
+
+def test_the_first_skill_of_a_name_wins_and_the_other_is_a_finding():
+    first, second = (agentloop.parse_skill(skill_md(), f"/{place}/disk-full", ()) for place in ("a", "b"))
+    bad = agentloop.parse_skill("", "/a/bad", ())
+    index = agentloop.index_skills([bad, first, second, first])
+    assert index.skills == {"disk-full": first[0]}
+    assert index.findings == (*bad[1], agentloop.Finding("/b/disk-full/SKILL.md", "not used: /a/disk-full has a skill of the same name"))
+
+
+def test_the_catalog_has_a_line_for_each_skill():
+    assert agentloop.catalog(index_of("One.", "Two."), 1000).split("\n")[1:] == ["- skill-0: One.", "- skill-1: Two."]
+    assert agentloop.catalog(index_of(), 1000) == ""
+
+
+def test_the_catalog_names_what_does_not_fit():
+    text = agentloop.catalog(index_of(*["x" * 100] * 15), 800)
+    assert text.count("\n- ") == 4 and text.endswith("\n… and 11 more: " + ", ".join(f"skill-{n}" for n in range(4, 15)))
+    assert agentloop.catalog(index_of(*["x" * 100] * 1000), 200).endswith("\n… and 1000 more: skill-0, skill-1, skill-2, skill-3, skill-4, skill-5, skill-6, skill-7, skill-8, …")
+
+
+@given(st.lists(st.integers(1, 300), max_size=20), st.integers(0, 3000))
+@settings(max_examples=60)
+def test_the_catalog_never_exceeds_its_budget_and_counts_every_skill(lengths, budget):
+    text = agentloop.catalog(index_of(*("x" * length for length in lengths)), budget)
+    more = re.search(r"\n… and (\d+) more", text)
+    assert len(text) <= budget
+    if budget >= 200:
+        assert text.count("\n- ") + (int(more[1]) if more else 0) == len(lengths)
+
+
+def test_an_activated_skill_says_its_steps_its_folder_and_its_files():
+    skill, _ = parsed_skill(skill_md())
+    assert agentloop.skill_text(skill) == ("Steps.\n\nFolder of this skill: /s/disk-full\nIts files, for read_file:"
+                                           "\n- /s/disk-full/references/a.md\n- /s/disk-full/scripts/b.sh")
+
+
+def write_skill(folder: Path, text: str | bytes = "") -> Path:
+    """A skill of the folder's name, with that text if one is given."""
+    folder.mkdir(parents=True)
+    data = text or skill_md(name=folder.name)
+    (folder / "SKILL.md").write_bytes(data if isinstance(data, bytes) else data.encode())
+    return folder
+
+
+def found_skills(*folders: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """The names of the skills that are found, and the findings with their paths below the first folder."""
+    index = agentloop.index_skills(agentloop.find_skills([str(folder) for folder in folders]))
+    return list(index.skills), [(os.path.relpath(finding.where, folders[0]), finding.text) for finding in index.findings]
+
+
+def test_the_skills_of_a_folder_are_found_by_name_with_their_files(tmp_path):
+    for name in ("b", "a"):
+        write_skill(tmp_path / name)
+    (tmp_path / "no-skill").mkdir()
+    (tmp_path / "SKILL.md").write_text(skill_md())
+    for name in ("scripts/run.sh", "references/deep/er.md", "assets/x", "other/y", "README.md"):
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).write_text("")
+    found = list(agentloop.find_skills([str(tmp_path / "missing"), str(tmp_path)]))
+    assert [(skill.name, skill.folder, findings) for skill, findings in found] == [
+        ("a", f"{tmp_path}/a", ()), ("b", f"{tmp_path}/b", ())]
+    assert found[0][0].resources == ("assets/x", "references/deep/er.md", "scripts/run.sh")
+
+
+def test_no_link_is_followed_and_each_is_a_finding(tmp_path):
+    outside, place = write_skill(tmp_path / "outside" / "linked"), tmp_path / "skills"
+    write_skill(place / "good")
+    (place / "linked").symlink_to(outside)
+    (place / "notes").symlink_to(tmp_path)
+    (place / "leak").mkdir()
+    (place / "leak" / "SKILL.md").symlink_to(outside / "SKILL.md")
+    (place / "good" / "scripts").symlink_to(outside)
+    (place / "good" / "assets").mkdir()
+    (place / "good" / "assets" / "key").symlink_to(outside / "SKILL.md")
+    (place / "good" / "assets" / "loop").symlink_to(place / "good")
+    link = "a link is not followed"
+    assert found_skills(place) == (["good"], [
+        ("good/scripts", f"not listed: {link}"), ("good/assets/key", f"not listed: {link}"), ("good/assets/loop", f"not listed: {link}"),
+        ("leak/SKILL.md", f"not used: {link}"), ("linked", f"not used: {link}")])
+    assert [skill.resources for skill, _ in agentloop.find_skills([str(place)]) if skill] == [()]
+
+
+def test_a_place_that_is_itself_a_link_is_resolved(tmp_path):
+    write_skill(tmp_path / "real" / "a")
+    (tmp_path / "link").symlink_to("real")
+    assert [skill.folder for skill, _ in agentloop.find_skills([str(tmp_path / "link")])] == [f"{tmp_path}/real/a"]
+
+
+BAD_FILES = {
+    "2-MiB": (skill_md(name="a").encode() + b"x" * (2 << 20), "a/SKILL.md", "not used: larger than 256 KiB"),
+    "not-utf-8": (skill_md(name="a").encode() + b"\xff", "a/SKILL.md:6", "not UTF-8 text"),
+    "wrong": (b"x", "a/SKILL.md:1", "its first line must be ---, with name and description below it"),
+}
+
+
+@pytest.mark.parametrize("data,where,text", BAD_FILES.values(), ids=BAD_FILES)
+def test_one_bad_file_is_a_finding_and_the_others_load(tmp_path, data, where, text):
+    write_skill(tmp_path / "a", data)
+    write_skill(tmp_path / "b")
+    assert found_skills(tmp_path) == (["b"], [(where, text)])
+
+
+def test_a_skill_file_that_is_no_file_is_a_finding(tmp_path):
+    (tmp_path / "a" / "SKILL.md").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    os.mkfifo(tmp_path / "b" / "SKILL.md")
+    assert found_skills(tmp_path) == ([], [("a/SKILL.md", "not a file"), ("b/SKILL.md", "not a file")])
+
+
+@pytest.mark.parametrize("path,where", [("", "."), ("a", "a"), ("a/SKILL.md", "a/SKILL.md")], ids=["place", "folder", "file"])
+def test_what_others_may_write_is_not_used(tmp_path, path, where):
+    write_skill(tmp_path / "a")
+    os.chmod(tmp_path / path, 0o757)
+    names, [finding] = found_skills(tmp_path)
+    assert names == [] and finding == (where, "not used: others may write it")
+
+
+def test_at_most_a_thousand_folders_are_looked_at(tmp_path):
+    for n in range(2000):
+        (tmp_path / f"{n:04}").mkdir()
+    for name in ("0007", "0999", "1000"):
+        (tmp_path / name / "SKILL.md").write_text(skill_md(name=f"'{name}'"))
+    assert found_skills(tmp_path) == (["0007", "0999"], [(".", "only the first 1,000 of 2,000 folders were looked at")])
+
+
+def test_the_list_of_a_skills_files_is_bounded(tmp_path):
+    (write_skill(tmp_path / "a") / "scripts").mkdir()
+    for n in range(300):
+        (tmp_path / "a" / "scripts" / f"{n}").write_text("")
+    [(skill, [finding])] = agentloop.find_skills([str(tmp_path)])
+    assert 150 <= len(skill.resources) <= 200 and finding.text == "not all files are listed: more than 200 files and folders"
+
+
+def test_a_place_that_is_a_file_is_a_finding(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert found_skills(tmp_path / "file") == ([], [(".", "Not a directory")])
+
+
+def test_the_shipped_skills_load_without_findings_and_call_only_what_exists():
+    index = agentloop.index_skills(agentloop.find_skills([str(HERE / "skills")]))
+    assert list(index.skills) == ["disk-full", "service-down"] and index.findings == ()
+    manifest = agentloop.parse_manifest((HERE / "tools.toml").read_text(), "tools.toml")
+    registry = agentloop.build_registry(manifest, lambda program: "/bin/true")
+    shipped = (HERE / "pyproject.toml").read_text()
+    for skill in index.skills.values():
+        calls = re.findall(r"`([a-z_]+) (\{.*?\})`", skill.body)
+        assert len(calls) >= 8 and len(calls) * 2 == skill.body.count("`") and len(skill.body.split("\n")) < 60
+        for name, arguments in calls:
+            assert agentloop.argument_problem(registry.tools[name].schema, json.loads(arguments)) is None, (name, arguments)
+        assert f'"share/agentloop/skills/{skill.name}" = ["skills/{skill.name}/SKILL.md"]' in shipped
+
+
 # ── 9. Edge ──
 
 
@@ -542,71 +861,56 @@ tools.read_file = { kind = "builtin" }
 tools.list_dir = { kind = "builtin" }
 tools.write_file = { kind = "builtin" }
 tools.calculate = { kind = "builtin" }
+tools.activate_skill = { kind = "builtin" }
+tools.http_get = { kind = "http", description = "x", url = "{url}", params.url = { type = "string" } }
+tools.get_item = { kind = "http", description = "x", url = "https://api.example.com/v1/items/{id}?lang={lang}", params.id = { type = "string" }, params.lang = { type = "string" } }
+tools.metrics = { kind = "http", description = "x", url = "http://127.0.0.1:9100/metrics", allow_private = true }
+tools.researcher = { kind = "agent", description = "x", tools = ["read_file", "http_get"] }
+
+[tools.post_note]
+kind = "http"
+description = "x"
+method = "POST"
+url = "https://api.example.com/v1/notes"
+headers = { Authorization = "Bearer ${NOTES_TOKEN}", X-Tag = "{tag}" }
+body = { text = "{text}" }
+params.tag = { type = "string" }
+params.text = { type = "string" }
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class FixtureKind:
-    """A kind that agentloop does not have yet: only its canonical form, for the decision about it."""
+class FixtureKind(agentloop.Kind):
+    """An MCP tool without its server: only its canonical form, for the decision about it."""
 
-    form: ScopeForm
-    subject: typing.Callable[[typing.Any], typing.Any]
-    dns: typing.Mapping[str, list[list[str]]]
-    private: str = ""
+    form = ScopeForm.PAIRS
 
     def canonical(self, name, arguments, places):
-        return Canonical(name, self.form, self.subject(arguments))
-
-    def is_bounded(self, canonical):
-        return False
-
-    def forbidden(self, canonical, places):
-        if self.form is not ScopeForm.URL or canonical.subject.startswith(self.private or "-"):
-            return ""
-        host = agentloop.parse_url(canonical.subject).host
-        public = all(map(agentloop.is_public_address, self.dns.get(host, [[host.strip("[]")]])[0]))
-        return "" if public else "an address that is not public"
-
-
-def as_pairs(arguments):
-    return tuple((key, value if isinstance(value, str) else agentloop.compact(value)) for key, value in arguments.items())
-
-
-def url_part(value):
-    if value in ("", ".", "..") or "/" in value:
-        raise ToolError("not one path segment")
-    return urllib.parse.quote(value, safe="")
-
-
-def note_url(arguments):
-    if not (arguments["tag"].isascii() and arguments["tag"].isprintable()):
-        raise ToolError("a header takes printable ASCII only")
-    return "https://api.example.com/v1/notes"
+        return Canonical(name, self.form, agentloop.as_pairs(arguments))
 
 
 TEXT_PARAMETER = {"type": "string", "minLength": 1}
-FIXTURE_KINDS = {
-    "http_get": (ScopeForm.URL, {"url": TEXT_PARAMETER}, lambda a: str(agentloop.parse_url(a["url"]))),
-    "get_item": (ScopeForm.URL, {"id": TEXT_PARAMETER, "lang": TEXT_PARAMETER}, lambda a: str(agentloop.parse_url(
-        f"https://api.example.com/v1/items/{url_part(a['id'])}?lang={urllib.parse.quote(a['lang'], safe='')}"))),
-    "post_note": (ScopeForm.URL, {"tag": TEXT_PARAMETER, "text": TEXT_PARAMETER}, note_url),
-    "metrics": (ScopeForm.URL, {}, lambda a: "http://127.0.0.1:9100/metrics"),
-    "activate_skill": (ScopeForm.TEXT, {"name": TEXT_PARAMETER}, lambda a: a["name"]),
-    "files__read": (ScopeForm.PAIRS, {"path": TEXT_PARAMETER}, as_pairs),
-    "files__search": (ScopeForm.PAIRS, {"query": TEXT_PARAMETER, "limit": {"type": "integer", "minimum": 0, "maximum": 1000}}, as_pairs),
-    "evil__read": (ScopeForm.PAIRS, {"path": TEXT_PARAMETER}, as_pairs),
-    "researcher": (ScopeForm.PAIRS, {"task": TEXT_PARAMETER}, as_pairs),
+MCP_TOOLS = {
+    "files__read": {"path": TEXT_PARAMETER},
+    "files__search": {"query": TEXT_PARAMETER, "limit": {"type": "integer", "minimum": 0, "maximum": 1000}},
+    "evil__read": {"path": TEXT_PARAMETER},
 }
 
 
-def fixture_registry(dns: typing.Mapping[str, list[list[str]]]) -> agentloop.Registry:
-    """The fixture manifest of the cases, with stand-ins for the kinds that are yet to come."""
-    registry = registry_of(FIXTURE)
+def fixture_registry(skills: typing.Iterable[str] = ("deploy", "destroy")) -> agentloop.Registry:
+    """The fixture manifest of the cases, with stand-ins for the tools of the MCP servers."""
+    known = {name: agentloop.Skill(name, "x", f"/skills/{name}", "Steps", (), "") for name in skills}
+    registry = registry_of(FIXTURE).with_skills(known)
     tools = dict(registry.tools)
-    for name, (form, properties, subject) in FIXTURE_KINDS.items():
+    for name, properties in MCP_TOOLS.items():
         schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-        tools[name] = agentloop.Tool(name, "x", schema, FixtureKind(form, subject, dns, "http://127.0.0.1:9100/" if name == "metrics" else ""))
+        tools[name] = agentloop.Tool(name, "x", schema, FixtureKind())
     return agentloop.Registry(tools, {name: tool.kind.form for name, tool in tools.items()})
+
+
+def fake_addresses(dns: typing.Mapping[str, list[list[str]]]) -> typing.Callable[[str], tuple[str, ...]]:
+    """A resolver that knows the hosts of a case; one that it does not know is somewhere public."""
+    return lambda host: tuple(dns.get(host, [[host] if re.fullmatch(r"[0-9.]+|.*:.*", host) else ["93.184.216.34"]])[0])
 
 
 def filled(value: typing.Any, names: typing.Mapping[str, str]) -> typing.Any:
@@ -636,7 +940,8 @@ def decided(case: dict, root: Path) -> str:
     for path, target in setup.get("symlinks", {}).items():
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
-    registry, places = fixture_registry(setup.get("dns", {})), agentloop.Places(cwd, names["@HOME@"], os.path.realpath)
+    registry = fixture_registry()
+    places = agentloop.Places(cwd, names["@HOME@"], os.path.realpath, addresses=fake_addresses(setup.get("dns", {})))
     try:
         grants = [agentloop.parse_grant(text, registry.forms, places) for text in case["scope_grants"]]
     except ConfigError:
@@ -647,6 +952,8 @@ def decided(case: dict, root: Path) -> str:
     given = case["call"].get("arguments_raw", case["call"].get("arguments"))
     call = agentloop.read_arguments(agentloop.ToolCall("c1", case["call"]["name"]), given) if not isinstance(given, str) else strict_call(case["call"]["name"], given)
     verdict = agentloop.judge(call, registry, grants, places)
+    answer = agentloop.barred(verdict, agentloop.Answer(verdict.decision), registry, places)
+    verdict = dataclasses.replace(verdict, decision=answer.decision)
     if verdict.decision is agentloop.Decision.ASK:
         return "ask" if setup.get("interactive") else "deny"
     if verdict.decision is agentloop.Decision.ALLOW and not can_be_opened(verdict.canonical):
@@ -1317,7 +1624,7 @@ def test_a_model_is_looked_for_at_a_terminal_alone(home):
     (home / "m.toml").write_text(ARITHMETIC)
     with fakeserver.serve([{"text": "the end"}], wire=Wire.OLLAMA) as server:
         program = terminal(home, "--url", server.url, "-t", "m.toml")
-        program.expect(rf'found ollama:m; to name it, write into \[model\]: spec = "ollama:m"')
+        program.expect(r'found ollama:m; to name it, write into \[model\]: spec = "ollama:m"')
         program.expect("the end")
         ended = agentloop_run(home, "x", "--url", server.url, "-t", "m.toml", "-q")
     assert ended.code == 2 and "no model is named" in ended.stderr
@@ -2605,6 +2912,229 @@ def test_stopped_while_a_batch_runs_at_once_every_call_has_one_result_and_no_pro
         assert sorted(finished) == ["c1", "c2", "c3", "c4"]
         assert agentloop_run(home, str(journal_of(home)), "-q", "--yes-scope", "wait", command="resume") == Ended(0, "done\n", "")
     assert len(tool_results(server.requests[1])) == 4
+
+
+# ── Tools that reach out ──
+
+
+WEB = """
+[tools.item]
+kind = "http"
+description = "One item."
+url = "URL/items/{id}"
+query = { lang = "{lang}", mode = "full" }
+headers = { Authorization = "Bearer ${ITEM_TOKEN}" }
+allow_private = true
+readonly = true
+params.id = { type = "string" }
+params.lang = { type = "string", optional = true }
+
+[tools.put]
+kind = "http"
+description = "Change one item."
+method = "PUT"
+url = "URL/items/{id}"
+body = { count = "{count}", note = "n: {note}", fixed = [1, true] }
+allow_private = true
+params.id = { type = "string" }
+params.count = { type = "integer" }
+params.note = { type = "string", optional = true }
+"""
+
+
+@contextlib.contextmanager
+def web(home: Path, *replies: tuple[int, dict, bytes]):
+    """A web server that gives these replies in turn, the last one again and again, and what it has seen."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            status, headers, body = replies[min(len(seen), len(replies) - 1)]
+            length = int(self.headers.get("content-length", 0))
+            seen.append((self.command, self.path, {name.lower(): value for name, value in self.headers.items()}, self.rfile.read(length)))
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.wfile.write(body)
+
+        do_GET = do_PUT = answer
+
+        def log_message(self, *_):
+            pass
+
+    seen: list = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        (home / "m.toml").write_text(ARITHMETIC + WEB.replace("URL", url))
+        yield seen, url
+        server.shutdown()
+
+
+def web_run(home: Path, made: dict, *words: str) -> tuple[Ended, dict]:
+    """How a run ended that makes one call, and the event of the call's end."""
+    ended = agentloop_run(home, "x", *script(home, made, {"text": "done"}), "--yes-scope", "item", "--yes-scope", "put", "-o", "jsonl", "-q", *words,
+                          environ={"ITEM_TOKEN": "the-token-of-items"})
+    return ended, next((event for event in ended.events if event["type"] == "tool.finished"), {})
+
+
+def test_a_template_is_filled_and_a_value_cannot_leave_its_part(home):
+    with web(home, (200, {"Content-Type": "application/json"}, b'{"a":[1,2]}')) as (seen, url):
+        ended, done = web_run(home, call("item", id="x?y#z", lang="en&admin=1"))
+    assert (ended.code, done["status"], done["output"]) == (0, "ok", 'status 200\n{\n "a": [\n  1,\n  2\n ]\n}')
+    method, path, headers, _ = seen[0]
+    assert (method, path, headers["authorization"]) == ("GET", "/items/x%3Fy%23z?lang=en%26admin%3D1&mode=full", "Bearer the-token-of-items")
+    assert "the-token-of-items" not in ended.stdout + journal_of(home).read_text()
+
+
+def test_a_body_holds_typed_values_and_a_repeatable_key(home):
+    with web(home, (201, {}, b"made")) as (seen, _):
+        ended, done = web_run(home, call("put", id="7", count=3))
+    key = next(event["key"] for event in ended.events if event["type"] == "tool.started")
+    method, path, headers, body = seen[0]
+    assert (method, path, json.loads(body), headers["idempotency-key"]) == ("PUT", "/items/7", {"count": 3, "fixed": [1, True]}, key)
+    assert (done["status"], done["output"]) == ("ok", "status 201\nmade")
+
+
+WEB_ENDS = {
+    "not-found": ((404, {}, b"no such item"), call("item", id="1"), "failed", "status 404\nno such item"),
+    "slash-in-a-segment": ((200, {}, b""), call("item", id="a/b"), "error", "error: 'a/b' is not one segment of a path"),
+    "no-follow-for-effects": ((307, {"Location": "/other"}, b""), call("put", id="1", count=1), "failed", "status 307, to /other: not followed"),
+    "redirect-without-end": ((302, {"Location": "/items/1?mode=full"}, b""), call("item", id="1"), "failed", "it redirects more than 3 times"),
+    "redirect-to-a-file": ((302, {"Location": "file:///etc/passwd"}, b""), call("item", id="1"), "failed", None),
+    "endless": ((200, {"Content-Length": "17000000"}, b"x" * 17_000_000), call("item", id="1"), "failed", "the response is longer than 16.0 MB: it was cut off"),
+}
+
+
+@pytest.mark.parametrize("reply,made,status,output", WEB_ENDS.values(), ids=WEB_ENDS)
+def test_what_a_server_does_is_a_result_for_the_model(home, reply, made, status, output):
+    with web(home, reply) as (seen, _):
+        ended, done = web_run(home, made)
+    assert (ended.code, done["status"]) == (0, status) and output in (None, done["output"]) and len(seen) <= 4
+
+
+def test_a_redirect_is_decided_anew(home):
+    with web(home, (302, {"Location": "/secret"}, b""), (200, {}, b"there")) as (seen, url):
+        exact = f"item:{url}/items/1?mode=full"
+        words = ("x", *script(home, call("item", id="1"), {"text": "done"}), "-o", "jsonl", "-q", "--on-deny", "tell")
+        ended = agentloop_run(home, *words, "--yes-scope", exact, environ={"ITEM_TOKEN": "the-token-of-items"})
+        done = next(event for event in ended.events if event["type"] == "tool.finished")
+        assert (ended.code, done["status"], len(seen)) == (4, "denied", 1) and "/secret" in done["output"]
+        seen.clear()
+        ended = agentloop_run(home, *words, "--yes-scope", exact, "--yes-scope", f"item:{url}/secret", environ={"ITEM_TOKEN": "the-token-of-items"})
+        assert (ended.code, [path for _, path, _, _ in seen]) == (0, ["/items/1?mode=full", "/secret"])
+
+
+def test_an_address_inside_is_reached_only_where_the_manifest_says_so_and_no_name_is_looked_up_for_a_call_that_is_not_allowed(home):
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.get]\nkind = "http"\ndescription = "x"\nurl = "{url}"\nparams.url = { type = "string" }\n')
+    asked = call("get", url="http://localhost:1/")
+    denied = agentloop_run(home, "x", *script(home, asked), "--yes-scope", "get", "-q")
+    assert denied.code == 3 and "localhost is 127.0.0.1, which is no public address" in denied.stderr or "localhost is ::1" in denied.stderr
+    ended = agentloop_run(home, 'get {"url": "http://no.such.host.invalid/"}', "-t", "m.toml", command="check")
+    assert ended == Ended(3, "decision: deny\nreason: no grant allows it\ncanonical: http://no.such.host.invalid/\n"
+                          "grant: get:http://no.such.host.invalid/?\n", "")
+
+
+def test_a_slow_server_ends_with_the_tools_time_and_a_signal_waits_for_no_server(home):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        (home / "m.toml").write_text(ARITHMETIC + WEB.replace("URL", url).replace("readonly", 'timeout = "0.5s"\nreadonly'))
+        ended, done = web_run(home, call("item", id="1"))
+        assert (ended.code, done["status"], done["output"]) == (0, "timeout", "timed out after 0.5s")
+        (home / "m.toml").write_text(ARITHMETIC + WEB.replace("URL", url))
+        process = agentloop_popen(home, "run", "x", *script(home, batch(("item", {"id": "1"}), ("item", {"id": "2"}))), "--yes-scope", "item", "-q",
+                                  "--journal", "j", environ={"ITEM_TOKEN": "t"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        wait_for(lambda: (home / "j").exists() and (home / "j").read_text().count("tool.started") == 2)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(3) == 143
+        process.communicate()
+
+
+# ── Sub-agents ──
+
+
+AGENT = """
+[tools.helper]
+kind = "agent"
+description = "Looks into things."
+system = "You look into things."
+tools = ["add", "helper"]
+max_turns = 3
+"""
+HELPED = [call("helper", task="add 1 and 2"), call("add", a=1, b=2), {"text": "It is 3."}, {"text": "The helper says 3."}]
+
+
+def test_a_sub_agent_runs_the_loop_with_its_own_prompt_and_part_of_the_tools(home):
+    (home / "m.toml").write_text(ARITHMETIC + AGENT)
+    with fakeserver.serve(list(HELPED), wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", *served(server, "--yes-scope", "helper", "--yes-scope", "add"))
+    assert ended == Ended(0, "The helper says 3.\n", "") and added(home) == [3]
+    inner = server.requests[1]["body"]
+    assert [message["content"] for message in inner["messages"]] == ["You look into things.", "add 1 and 2"]
+    assert [tool["function"]["name"] for tool in inner["tools"]] == ["add"]
+    assert tool_results(server.requests[3]) == ["It is 3."]
+
+
+def test_a_sub_agent_cannot_do_what_its_parent_may_not_and_says_the_parents_way_to_go_on(home):
+    (home / "m.toml").write_text(ARITHMETIC + AGENT)
+    flags = script(home, *HELPED)
+    ended = agentloop_run(home, "x", *flags, "-q", "--yes-scope", "helper")
+    assert (ended.code, ended.stdout, added(home)) == (3, "", [])
+    assert "denied: add" in ended.stderr and "resume" in ended.stderr.splitlines()[-1] and "--yes-scope helper" in ended.stderr.splitlines()[-1]
+    assert last_line(ended, home) == Ended(0, "The helper says 3.\n", "") and added(home) == [3]
+    told = agentloop_run(home, "x", *script(home, HELPED[0], call("multiply", a=1, b=2), call("helper", task="again"), {"text": "no"}, {"text": "end"}),
+                         "-q", "--yes-scope", "helper", "--yes-scope", "multiply", "--on-deny", "tell")
+    assert told == Ended(0, "end\n", "") and not (home / "multiplied").exists()
+
+
+def test_a_sub_agents_limit_is_a_result_for_its_parent(home):
+    (home / "m.toml").write_text(ARITHMETIC + AGENT)
+    replies = [HELPED[0], *[call("add", a=n, b=0) for n in range(3)], {"text": "Then not."}]
+    ended = agentloop_run(home, "x", *script(home, *replies), "--yes-scope", "helper", "--yes-scope", "add", "-o", "jsonl", "-q")
+    assert ended.code == 0 and ended.events[-1]["answer"] == "Then not." and added(home) == [0, 1]
+    assert next(event["output"] for event in ended.events if event["type"] == "tool.finished").startswith("it ended without an answer: the limit of 3 turns")
+
+
+def test_a_crash_inside_a_sub_agent_is_resumed_inside(home):
+    (home / "m.toml").write_text(ARITHMETIC + AGENT)
+    grants = ("--yes-scope", "helper", "--yes-scope", "add")
+    replies = [HELPED[0], call("add", a=1, b=2), call("add", a=3, b=4), {"text": "3 and 7"}, {"text": "The helper says 3 and 7."}]
+    assert agentloop_run(home, "x", *script(home, *replies), *grants, "-q").code == 0
+    journal, effects = journal_of(home), {3: "3\n", 7: "3\n7\n"}
+    whole = journal.read_bytes()
+    borders = [n + 1 for n, byte in enumerate(whole) if byte == 10][:-1]
+    for border in borders:
+        kept = [json.loads(line) for line in whole[:border].splitlines()]
+        inner = [record["event"] for record in kept if record["type"] == "agent.step"]
+        begun = [event["call"] for event in inner if event["type"] == "tool.started"]
+        ended_calls = [event["call"] for event in inner if event["type"] == "tool.finished"]
+        journal.write_bytes(whole[:border])
+        (home / "added").write_text({0: "", **{n + 1: text for n, text in enumerate(effects.values())}}[len(ended_calls)])
+        ended = agentloop_run(home, str(journal), *grants, "-q", command="resume")
+        if len(begun) > len(ended_calls):
+            assert ended.code == 10, border
+        else:
+            assert ended == Ended(0, "The helper says 3 and 7.\n", "") and added(home) == [3, 7], border
+
+
+# ── Skills in the program ──
+
+
+def test_a_skill_is_listed_activated_and_can_be_given_from_the_start(home):
+    (home / "skills" / "tidy").mkdir(parents=True)
+    (home / "skills" / "tidy" / "SKILL.md").write_text("---\nname: tidy\ndescription: How to tidy up.\nallowed-tools: run_shell\n---\nStep one.\n")
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.activate_skill]\nkind = "builtin"\napproval = "auto"\n')
+    with fakeserver.serve([batch(("activate_skill", {"name": "tidy"})), call("run_shell", command="touch pwned"), {"text": "ok"}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", *served(server, "--skills", "skills", "--on-deny", "tell"))
+    assert (ended.code, ended.stdout) == (4, "ok\n") and not (home / "pwned").exists()
+    assert "\n- tidy: How to tidy up." in server.requests[0]["body"]["messages"][0]["content"]
+    assert tool_results(server.requests[1])[0].startswith("Step one.\n\nFolder of this skill: ")
+    with fakeserver.serve([{"text": "ok"}], wire=Wire.OPENAI) as server:
+        agentloop_run(home, "x", *served(server, "--skills", "skills", "--skill", "tidy"))
+    assert "Step one." in server.requests[0]["body"]["messages"][0]["content"]
+    ended = agentloop_run(home, "x", *script(home, {"text": "ok"}), "-q", "--skill", "nope")
+    assert ended.code == 2 and "there is no skill 'nope'" in ended.stderr
 
 
 # ── Size ──
