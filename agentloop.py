@@ -1208,6 +1208,7 @@ class Places(Value):
     cwd_id: str = ""  # what `identify` said of the working directory at the start
     identify: Callable[[str], str] = lambda path: ""
     addresses: Callable[[str], tuple[str, ...]] = lambda host: ()  # of a host, each asked for once
+    skills: Mapping[str, Canonical] = field(default_factory=dict)  # by folder: the activation that opens it
     never_read: tuple[str, ...] = ()  # agentloop's own state: resolved files and folders
     never_written: tuple[str, ...] = ()  # manifest, configuration, what a grant names
 
@@ -2582,6 +2583,10 @@ class Kind(Value):
         """Why no grant and no answer may allow the call; "" where one may."""
         return ""
 
+    def covered_by(self, canonical: Canonical, places: Places) -> Canonical | None:
+        """Another call that, once it is allowed, allows this one too."""
+        return None
+
     def barred(self, canonical: Canonical, places: Places) -> str:
         """The same for what is only known by asking others: so it is asked once the call is allowed, not before."""
         return ""
@@ -2651,6 +2656,11 @@ class PathBuiltin(Kind):
         protected = places.never_read + (places.never_written if self.access is Access.WRITE else ())
         mine = any(canonical.subject == path or canonical.subject.startswith(path.rstrip("/") + "/") for path in protected)
         return "agentloop's own files, and programs that a grant names, are out of bounds" if mine else ""
+
+    def covered_by(self, canonical: Canonical, places: Places) -> Canonical | None:
+        """The activation of the skill whose file it is: who may have the skill may read what belongs to it."""
+        return next((activation for folder, activation in places.skills.items() if self.access is Access.READ
+                     and canonical.subject.startswith(folder + "/")), None)
 
     def is_bounded(self, canonical: Canonical) -> bool:
         """Whether the path lies below a root and no part of it below there starts with a dot."""
@@ -3573,10 +3583,19 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
     forbidden = tool.kind.forbidden(canonical, places)
     if forbidden:
         return replace(verdict, decision=Decision.DENY, reason=forbidden)
+    by = unasked_by(canonical, tool, grants)
+    wider = tool.kind.covered_by(canonical, places)
+    if by is None and wider is not None and tool.approval is not Approval.ALWAYS:
+        by = unasked_by(wider, registry.tools[wider.tool], grants)
+    return replace(verdict, decision=Decision.ALLOW, by=by, reason="") if by else verdict
+
+
+def unasked_by(canonical: Canonical, tool: Tool, grants: Sequence[Grant]) -> DecidedBy | None:
+    """What allows the call without a question: the manifest or a grant; None where nothing does."""
     if tool.runs_unasked(canonical):
-        return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.AUTO, reason="")
+        return DecidedBy.AUTO
     granted = tool.approval is not Approval.ALWAYS and any(allows(grant, canonical) for grant in grants)
-    return replace(verdict, decision=Decision.ALLOW, by=DecidedBy.GRANT, reason="") if granted else verdict
+    return DecidedBy.GRANT if granted else None
 
 
 def barred(verdict: Verdict, answer: Answer, registry: Registry, places: Places) -> Answer:
@@ -6027,6 +6046,9 @@ def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str)
     skills = load_skills(asked, registry, cwd)
     registry = registry.with_skills(skills)
     places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id, functools.cache(machine.addresses))
+    places = replace(places, skills={skill.folder: Canonical(tool.name, ScopeForm.TEXT, skill.name)
+                                     for tool in registry.tools.values() if isinstance(tool.kind, SkillBuiltin)
+                                     for skill in skills.values()})
     grants = tuple(parse_grant(text, registry.forms, places) for text in asked.flags.grants)
     named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
     own = [os.path.realpath(path) for path in (manifest.where, machine.config, __file__,
@@ -6160,7 +6182,8 @@ def show_session(asked: Invocation) -> ExitCode:
     path = find_journal(flags.session, asked.machine)
     events, _ = read_journal(path, read_bytes(path))
     if flags.scopes is Scopes.SHOWN:
-        used = {event.scope: None for event in events if isinstance(event, CallDecided) and event.scope
+        inner = [from_record(event.event, path) if isinstance(event, AgentStep) else event for event in events]
+        used = {event.scope: None for event in inner if isinstance(event, CallDecided) and event.scope
                 and event.decision is Decision.ALLOW and event.by is not DecidedBy.AUTO}
         for scope in used:
             streams.out(f"--yes-scope {shlex.quote(scope)}\n")

@@ -2914,6 +2914,55 @@ def test_stopped_while_a_batch_runs_at_once_every_call_has_one_result_and_no_pro
     assert len(tool_results(server.requests[1])) == 4
 
 
+# ── The behaviour of Ollama's own agent tests ──
+
+
+def test_ollama_a_denial_without_a_prompter_runs_nothing(home):
+    assert agentloop_run(home, "x", *script(home, call("add", a=1, b=1), {"text": "no"}), "-q", "--on-deny", "tell").code == 4
+    assert added(home) == []
+
+
+def test_ollama_one_question_for_a_batch(home):
+    program = terminal(home, *script(home, batch(("add", {"a": 1, "b": 1}), ("add", {"a": 2, "b": 2}), ("multiply", {"a": 3, "b": 3})), {"text": "the end"}))
+    program.expect("wants to run 3 calls")
+    program.expect("> ")
+    program.sendline("y")
+    program.expect(pexpect.EOF)
+    assert "wants to run" not in program.before and added(home) == [2, 4]
+
+
+def test_ollama_a_whole_approved_batch_runs_before_the_next_model_call(home):
+    with fakeserver.serve([batch(*[("add", {"a": n, "b": 0}) for n in (1, 2, 3)]), lambda body: {"text": str(added(home))}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", *served(server, *GRANTED))
+    assert ended == Ended(0, "[1, 2, 3]\n", "") and len(tool_results(server.requests[1])) == 3
+
+
+def test_ollama_a_scope_is_remembered_for_exactly_that_command(home):
+    made = [call("run_shell", command=command) for command in ("echo a >>ran", "echo a >>ran", "echo b >>ran")]
+    program = terminal(home, *script(home, *made, {"text": "the end"}))
+    program.expect("> ")
+    program.sendline("always")
+    program.expect("> ")
+    program.sendline("n")
+    program.expect(pexpect.EOF)
+    assert (home / "ran").read_text() == "a\na\n"
+
+
+def test_ollama_the_working_directory_is_frozen_after_approval(home):
+    """Another folder of the same name is not the one that was approved."""
+    (home / "w").mkdir()
+    script(home, call("run_shell", command="touch there"), {"text": "end"})
+    program = pexpect.spawn(sys.executable, [str(HERE / "agentloop.py"), "run", "x", "-m", f"script:{home / 'script.jsonl'}", "-t", str(home / "m.toml")],
+                            cwd=str(home / "w"), encoding="utf-8", env=program_environment(home, TERM="xterm"), timeout=20, dimensions=(24, 200), echo=False)
+    program.expect("> ")
+    (home / "w").rename(home / "moved")
+    (home / "w").mkdir()
+    program.sendline("y")
+    program.expect("the working directory is no longer what it was")
+    program.expect(pexpect.EOF)
+    assert not (home / "w" / "there").exists() and not (home / "moved" / "there").exists()
+
+
 # ── Tools that reach out ──
 
 
@@ -3130,6 +3179,13 @@ def test_a_skill_is_listed_activated_and_can_be_given_from_the_start(home):
     assert (ended.code, ended.stdout) == (4, "ok\n") and not (home / "pwned").exists()
     assert "\n- tidy: How to tidy up." in server.requests[0]["body"]["messages"][0]["content"]
     assert tool_results(server.requests[1])[0].startswith("Step one.\n\nFolder of this skill: ")
+    (home / "skills" / "tidy" / "references").mkdir()
+    (home / "skills" / "tidy" / "references" / "more.md").write_text("More of it.\n")
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.activate_skill]\nkind = "builtin"\n[tools.read_file]\nkind = "builtin"\n')
+    for path, grant, code in (("skills/tidy/references/more.md", "activate_skill:tidy", 0), ("skills/tidy/references/more.md", "activate_skill:other", 3),
+                              ("m.toml", "activate_skill", 3)):
+        ended = agentloop_run(home, f'read_file {{"path": "{path}"}}', "-t", "m.toml", "--skills", "skills", "--yes-scope", grant, command="check")
+        assert ended.code == code, (path, grant, ended)
     with fakeserver.serve([{"text": "ok"}], wire=Wire.OPENAI) as server:
         agentloop_run(home, "x", *served(server, "--skills", "skills", "--skill", "tidy"))
     assert "Step one." in server.requests[0]["body"]["messages"][0]["content"]
