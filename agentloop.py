@@ -6439,10 +6439,11 @@ def add_check_and_show(app: Any, wanted: list[Wanted]) -> None:
             tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest."),
             yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="A grant, as for run."),
             output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
+            skills: str = option("", "--skills", metavar="DIR", help="A folder of skills, as for run."),
             only: list[str] = option([], "--only", metavar="TOOL", help="As for run."),
     ) -> None:
         """Say what would be decided about a call, and why."""
-        flags = Flags(task=call, tools=tools, grants=tuple(yes_scope), output=output, only=tuple(only))
+        flags = Flags(task=call, tools=tools, grants=tuple(yes_scope), output=output, skills=skills, only=tuple(only))
         wanted.append(Wanted(check_call, flags))
 
     @app.command("show")
