@@ -158,6 +158,14 @@ class DecidedBy(StrEnum):
     RULE = "rule"
 
 
+class Settlement(StrEnum):
+    """What a person says of a call whose end is not known."""
+
+    DONE = "done"
+    FAILED = "failed"
+    RETRY = "retry"
+
+
 class ToolStatus(StrEnum):
     """How a call ended; `uncertain`: what it did is not known."""
 
@@ -581,6 +589,7 @@ class SessionStarted(Value):
     host: str
     cwd: str
     cwd_id: str = ""  # device and inode
+    name: str = ""  # of `--session`
 
 
 @value
@@ -612,10 +621,10 @@ class RequestAdapted(Value):
 
 @value
 class ModelTold(Value):
-    """Text that the loop adds to the history. `said` is the reply it answers, where that was no answer."""
+    """Text that the loop adds to the history. After the `last` one only an answer may follow."""
 
     text: str
-    said: str = ""
+    last: bool = False
 
 
 @value
@@ -675,7 +684,7 @@ class SessionResumed(Value):
     grants: tuple[str, ...] = ()
     limits: Limits = Limits()
     task: str = ""
-    settled: Mapping[str, str] = field(default_factory=dict)
+    settled: Mapping[str, Settlement] = field(default_factory=dict)  # by call; c3/c1 is one of the sub-agent of c3
 
 
 @value
@@ -832,6 +841,7 @@ class State(Value):
     told_off: int = 0
     broken_batches: int = 0  # replies in a row with a call that could not be carried out
     no_tool: bool = False
+    answer_only: bool = False  # the time is nearly up
     repeats: Mapping[str, Repeat] = field(default_factory=dict)
     effects: Mapping[str, int] = field(default_factory=dict)  # finished calls by digest
     tool_counts: Mapping[str, int] = field(default_factory=dict)
@@ -890,7 +900,7 @@ def apply_replied(state: State, event: ModelReplied) -> State:
 def apply_told(state: State, event: ModelTold) -> State:
     closed = close_batch(state)
     return replace(closed, history=(*closed.history, Message(Role.USER, event.text)), answered=False,
-                   told_off=state.told_off + 1)
+                   answer_only=event.last, told_off=state.told_off + (not event.last))
 
 
 def apply_adapted(state: State, event: RequestAdapted) -> State:
@@ -946,13 +956,29 @@ def apply_agent(state: State, event: AgentStep) -> State:
 
 
 def apply_resumed(state: State, event: SessionResumed) -> State:
-    state = replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={})
+    state = settle(replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={},
+                           answer_only=False), event.settled)
     if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
         state = replace(state, history=state.history[:-1], answered=False)
     if not event.task:
         return state
     closed = close_batch(state)
     return replace(closed, history=(*closed.history, Message(Role.USER, event.task)), answered=False)
+
+
+def settle(state: State, settled: Mapping[str, Settlement]) -> State:
+    """The state in which a person has said how the calls ended whose end was not known."""
+    agents = {call: settle(agent, {name.removeprefix(f"{call}/"): said for name, said in settled.items()})
+              for call, agent in state.agents.items()}
+    state = replace(state, agents=agents)
+    for call in state.open_calls:
+        said = settled.get(call.id)
+        if said is Settlement.RETRY:
+            state = replace(state, begun={name: start for name, start in state.begun.items() if name != call.id})
+        elif said and call.id in state.begun:
+            status = ToolStatus.OK if said is Settlement.DONE else ToolStatus.FAILED
+            state = apply_result(state, ToolFinished(call.id, call.name, status, f"{said}: the user looked at what it did"))
+    return state
 
 
 def apply_finished(state: State, event: SessionFinished) -> State:
@@ -3631,6 +3657,20 @@ class DenyAll:
         return tuple(Answer(Decision.DENY, DecidedBy.RULE, self.name) for _ in questions)
 
 
+class AsRecorded:
+    """What was decided in a recorded session: nothing runs in its replay, so that it is decided alike."""
+
+    name = "the recording"
+
+    def __init__(self, decided: Callable[[str], CallDecided | None]):
+        self.decided = decided
+
+    def ask(self, questions: Sequence[AskedCall], directory: str) -> tuple[Answer, ...]:
+        found = [self.decided(question.call) for question in questions]
+        return tuple(Answer(known.decision, known.by, known.reason) if known else
+                     Answer(Decision.DENY, DecidedBy.RULE, "the recording does not have it") for known in found)
+
+
 class AskHost:
     """A host program: the question has gone out as `approval.requested`, one line on stdin answers it.
 
@@ -3873,7 +3913,7 @@ class Constrained:
 def offer_of(state: State, registry: Registry) -> Offer:
     """What the next reply may be. A model left free answers from imagination, so that under the constrained
     protocol the first answer is withheld while there is nothing that it could rest on."""
-    if state.repeated == ANSWER_AT_REPEAT:
+    if state.repeated == ANSWER_AT_REPEAT or state.answer_only:
         return Offer.ANSWER
     given = state.started.data or state.started.files
     fresh = not given and not state.no_tool and not state.tool_counts.get(ToolStatus.OK)
@@ -4015,6 +4055,68 @@ class ScriptLine(Value):
 
     text: str = ""
     calls: tuple[ScriptCall, ...] = ()
+
+
+@value
+class Recorded(Value):
+    """One recorded reply, and the state of the session or sub-agent that it was asked from."""
+
+    reply: ModelReplied
+    before: State
+
+
+class ReplayModel:
+    """A recorded session: its replies, its tools' results, its decisions. Nothing is asked, nothing runs."""
+
+    provider, endpoint, warnings = "replay", "", ()
+
+    def __init__(self, name: str, events: Sequence[Event]):
+        self.name, self.started, self.replies, state = name, events[0], [], State()
+        self.results: dict[str, ToolFinished] = {}
+        self.decisions: dict[str, CallDecided] = {}
+        for event in events:
+            inner, path = (from_record(event.event, name), f"{event.call}/") if isinstance(event, AgentStep) else (event, "")
+            before = state.agents.get(event.call) or State(replies=state.replies) if path else state
+            if isinstance(inner, ModelReplied):
+                self.replies.append(Recorded(inner, before))
+            elif isinstance(inner, ToolFinished):
+                self.results[path + inner.call] = inner
+            elif isinstance(inner, CallDecided):
+                self.decisions[path + inner.call] = inner
+            state = apply(state, event)
+
+    def window(self) -> int:
+        return self.started.options.model.context or ASSUMED_WINDOW
+
+    def ask(self, request: Request, notice: Callable[[Event], None]) -> Reply:
+        """The recorded reply to this very request. Raises RunEnded (exit 11) where the request differs, saying where."""
+        if request.number >= len(self.replies):
+            raise RunEnded(f"the recording has {len(self.replies)} replies and no further one", self.name,
+                           code=ExitCode.REPLAY_MISS)
+        recorded, before = contents(self.replies[request.number])
+        if request_digest(request) != recorded.request_sha256:
+            known = PROTOCOLS[before.call_mode].frame(before, Registry(), Offer.FREE).messages
+            raise RunEnded(f"request {request.number + 1} is not the recorded one: {first_difference(known, request.messages)}",
+                           self.name, code=ExitCode.REPLAY_MISS)
+        return Reply(recorded.said or recorded.text, recorded.calls, recorded.usage, recorded.finish, recorded.thinking,
+                     recorded.echo)
+
+    def result(self, call: str) -> ToolFinished:
+        """The recorded result of a call. Raises RunEnded (exit 11) where there is none."""
+        if call not in self.results:
+            raise RunEnded(f"the recording has no result of {call}", self.name, code=ExitCode.REPLAY_MISS)
+        return self.results[call]
+
+
+def first_difference(recorded: Sequence[Message], asked: Sequence[Message]) -> str:
+    """Where two histories begin to differ, in one line."""
+    for n, (one, other) in enumerate(itertools.zip_longest(recorded, asked)):
+        if n and message_facts(one or Message(Role.USER))[0] != message_facts(other or Message(Role.USER))[0]:
+            texts = [message.text or message.said or compact(message.calls) if message else "nothing" for message in (one, other)]
+            at = next((at for at, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
+            was, now = (one_line(text[max(0, at - 20):at + 60], 90) for text in texts)
+            return f"message {n + 1} ({(one or other).role}) had {was!r} and has {now!r}"
+    return "the system prompt or the tools differ"
 
 
 def request_digest(request: Request) -> str:
@@ -4957,11 +5059,11 @@ def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: St
     spec = flags.model or environ.get("AGENTLOOP_MODEL", "") or entry.spec
     given = flags.url or environ.get("AGENTLOOP_URL", "")
     provider, _, name = spec.partition(":")
-    if provider not in PROVIDERS or not name:
+    if provider not in (*PROVIDERS, "replay") or not name:
         provider, name = provider_of(given or entry.url, environ), spec
     url = given or environ.get(URL_VARIABLES.get(provider, ""), "") or entry.url
     options, calls = options_of(flags, entry), flags.calls or entry.calls
-    if provider in ("gguf", "script"):
+    if provider in IN_FILES:
         if name == DEMO and calls is CallMode.AUTO:
             calls = CallMode.JSON
         return ModelChoice(provider, name, "", calls, options)
@@ -4982,7 +5084,7 @@ def choice_of(flags: Flags, machine: Machine, started: SessionStarted, entry: Mo
     options, url = started.options.model, http_url(flags.url) if flags.url else started.endpoint
     if options.key_file:
         options = replace(options, key_file=os.path.join(started.cwd, options.key_file))
-    in_a_file = started.provider in ("gguf", "script") and started.model != DEMO
+    in_a_file = started.provider in IN_FILES and started.model != DEMO
     name = os.path.join(started.cwd, started.model) if in_a_file else started.model
     key = key_of(options, url, machine, trusted_url=flags.url or url) if url else ""
     return ModelChoice(started.provider, name, url, started.call_mode, options, key, entry.headers, entry.query)
@@ -5065,11 +5167,6 @@ def importlib_has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def open_model(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> Any:
-    """The model, ready to be asked."""
-    return PROVIDERS[choice.provider](choice, http, machine, streams)
-
-
 PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained()}
 ANSWER_AT_REPEAT = 3
 ASSUMED_WINDOW = 8192  # tokens, where nobody says
@@ -5088,6 +5185,7 @@ NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": "L
 GO_ON = "If no line above shows the answer, call another tool."
 UNGROUNDED = "The evidence must be a line of a result, to the letter. Give the answer again with such a line."
 PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": open_script}
+IN_FILES = ("gguf", "script", "replay")  # providers whose model is a file
 URL_VARIABLES = {"ollama": "OLLAMA_HOST", "openai": "OPENAI_BASE_URL"}
 MODEL_LISTS = {"ollama": ("/api/tags", "models", "name"), "openai": ("/models", "data", "id")}
 USUAL_PLACES = (("ollama", "http://127.0.0.1:11434"), ("openai", "http://127.0.0.1:8080/v1"),
@@ -5152,6 +5250,8 @@ class Journal:
         except OSError as error:
             raise ConfigError(f"the journal cannot be opened: {error.strerror}", self.path,
                               "name another place with --journal FILE, or --journal none") from error
+        if os.fstat(self.descriptor).st_uid != os.geteuid():
+            raise ConfigError("the journal belongs to another user, so it is not gone on with", self.path)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -5202,19 +5302,120 @@ def read_journal(path: str, data: bytes) -> tuple[tuple[Event, ...], int]:
     """The events in a journal's bytes, and how many bytes of a torn record come after them.
 
     Raises ConfigError naming `file:line` of any other damage."""
-    whole_part, _, torn = data.rpartition(b"\n")
-    lines = whole_part.split(b"\n") if whole_part else []
+    lines, torn = whole_lines(data)
     events = tuple(read_record(line, f"{path}:{n}") for n, line in enumerate(lines, 1))
-    if not events:
+    if not events or not isinstance(events[0], SessionStarted):
         raise ConfigError("the journal holds no session", path)
-    return events, len(torn)
+    return events, torn
+
+
+def read_damaged(path: str, data: bytes) -> Iterator[Event | ConfigError]:
+    """The events in a journal's bytes; in the place of one that cannot be read, what is wrong with it."""
+    for n, line in enumerate(whole_lines(data)[0], 1):
+        try:
+            yield read_record(line, f"{path}:{n}")
+        except ConfigError as damage:
+            yield damage
+
+
+def whole_lines(data: bytes) -> tuple[list[bytes], int]:
+    """The lines of a journal, and how many bytes come after the last whole one: a record that a crash tore, or the
+    zeros that a file system leaves of it."""
+    end = data.rstrip(b"\0").rfind(b"\n") + 1
+    return data[:end].split(b"\n")[:-1], len(data) - end
 
 
 def read_record(line: bytes, where: str) -> Event:
+    """The event of one line. Raises ConfigError that says what is wrong with it, and where."""
     try:
-        return from_record(json.loads(line), where)
+        record = json.loads(line)
     except ValueError as error:
-        raise ConfigError("this line is no record", where, "the journal is damaged there") from error
+        what = ("zeros where a record was" if b"\0" in line else "two records on one line" if "Extra data" in str(error)
+                else "this line is no record")
+        raise ConfigError(what, where, "the journal is damaged there; `agentloop show` reads the rest of it") from error
+    if isinstance(record, dict) and record.get("type") == "session.started" and record.get("journal") != JOURNAL_VERSION:
+        raise ConfigError(f"a journal of version {record.get('journal')}, and this agentloop knows {JOURNAL_VERSION}", where,
+                          "use the agentloop that wrote it")
+    return from_record(record, where)
+
+
+@value
+class Kept(Value):
+    """A session's journal in the state folder: what its first and last record say."""
+
+    path: str
+    started: SessionStarted
+    finished: SessionFinished | None
+    at: float  # of the last record, seconds since the epoch
+    size: int
+
+
+def kept_sessions(folder: str) -> list[Kept]:
+    """The sessions in a folder, the newest first; what is no journal is passed over."""
+    found = []
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, name)
+        if name.endswith(".jsonl"):
+            with contextlib.suppress(ConfigError, OSError):  # `show` says what is wrong with that one
+                found.append(kept_session(path))
+    return sorted(found, key=lambda kept: kept.at, reverse=True)
+
+
+def kept_session(path: str) -> Kept:
+    with open(path, "rb") as file:
+        found, first = os.fstat(file.fileno()), file.readline()
+        file.seek(max(0, found.st_size - LAST_RECORD))
+        last = whole_lines(file.read())[0]
+    started, finished = read_record(first, f"{path}:1"), None
+    if last and b'"session.finished"' in last[-1]:
+        finished = read_record(last[-1], path)
+    return Kept(path, started, finished, found.st_mtime, found.st_size)
+
+
+def prune(folder: str, finished_s: float, other_s: float, most_bytes: int, now: float) -> tuple[int, int]:
+    """Removes sessions: finished ones older than `finished_s` seconds or beyond `most_bytes` in all, others older than
+    `other_s`; none that a process has. Returns how many, and their bytes."""
+    removed = total = size = 0
+    for kept in kept_sessions(folder):
+        done = kept.finished is not None and kept.finished.exit_code == ExitCode.ANSWERED
+        total += kept.size * done
+        if now - kept.at < (finished_s if done else other_s) and not (done and total > most_bytes):
+            continue
+        descriptor = os.open(kept.path, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(BlockingIOError):  # it is running
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(kept.path)
+            removed, size = removed + 1, size + kept.size
+        os.close(descriptor)
+    return removed, size
+
+
+def take_lock(path: str, overlap: OnOverlap, deadline: Deadline) -> int:
+    """The descriptor of a lock that ends with this process. Raises AgentLoopError (exit 75) where another one has it."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if overlap is OnOverlap.SKIP:
+                raise AgentLoopError("another run has the lock", f"--lock {os.path.basename(path)}", "try again later, or "
+                                     "wait for it: --on-overlap wait", code=ExitCode.BUSY) from None
+        deadline.check()
+        time.sleep(LOCK_POLL)
+
+
+class OnOverlap(StrEnum):
+    """What a run does whose lock another one has."""
+
+    SKIP = "skip"
+    WAIT = "wait"
+
+
+JOURNAL_VERSION = 1
+LAST_RECORD = 1 << 20  # bytes at the end of a journal in which its last record is looked for
+LOCK_POLL = 0.1  # seconds
 
 
 # ═══ 16. Session ════════════════════════════════════════════════════════════════════════════════
@@ -5256,6 +5457,7 @@ class Parts(Value):
     way_on: Callable[[State, Sequence[str]], str]  # the command that goes on with these options added
     mask: Mask = Mask()
     on_deny: OnDeny = OnDeny.STOP
+    recorded: Callable[[str], ToolFinished] | None = None  # in a replay: the result of a call
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now().astimezone()
 
@@ -5318,6 +5520,8 @@ def resume_at(state: State) -> Phase:
 def model_phase(session: Session) -> Phase:
     """One request, one accepted reply."""
     stop_where_spent(session)
+    if session.state.turns and not session.state.answer_only and session.parts.deadline.left() < wrap_up_time(session.state):
+        session.emit(ModelTold(WRAP_UP, last=True))
     state = session.state
     request = frame(state, session.parts.registry, offer_of(state, session.parts.registry))
     estimate = fitted_estimate(request, state, session.parts.model.window())
@@ -5341,6 +5545,11 @@ def model_phase(session: Session) -> Phase:
     elif reply.said and reply.text:
         session.notice(TextDelta(reply.text))
     return resume_at(session.state)
+
+
+def wrap_up_time(state: State) -> float:
+    """How many seconds before the deadline the model is told to answer with what it has."""
+    return min(60.0, state.limits.timeout_s / 10)
 
 
 def stop_where_spent(session: Session) -> None:
@@ -5383,7 +5592,7 @@ def approve_phase(session: Session) -> Phase:
     state = session.state
     if state.turns >= state.limits.max_turns:
         raise turn_limit(session)
-    refuse_uncertain(state, session.parts.registry)
+    refuse_uncertain(state, session.parts.registry, session.parts.way_on)
     calls = state.open_calls
     session.verdicts = {call.id: judge(call, session.parts.registry, session.grants, session.parts.places)
                         if n < MOST_CALLS else refusal(f"at most {MOST_CALLS} calls a turn")
@@ -5405,7 +5614,7 @@ def ask_batch(session: Session, asked: Sequence[str]) -> tuple[Answer, ...]:
     """One question for all the calls that nothing has decided; the time it takes does not count."""
     if not asked:
         return ()
-    questions = tuple(AskedCall(call, verdict.canonical.tool, str(verdict.canonical.form),
+    questions = tuple(AskedCall(path_of(session.state, call), verdict.canonical.tool, str(verdict.canonical.form),
                                 shown_subject(verdict.canonical), verdict.grant)
                       for call in asked for verdict in [session.verdicts[call]])
     before, directory = session.parts.clock(), session.parts.places.cwd
@@ -5430,13 +5639,22 @@ def denial(session: Session, denied: Sequence[ToolCall]) -> RunEnded:
     return RunEnded(what, code=ExitCode.DENIED, command=session.parts.way_on(session.state, options))
 
 
-def refuse_uncertain(state: State, registry: Registry) -> None:
+def refuse_uncertain(state: State, registry: Registry, way_on: Callable[[State, Sequence[str]], str]) -> None:
     """Raises RunEnded (exit 10) for a call that was started by a process that is gone, and may have had an effect."""
+    for path, name in uncertain_calls(state, registry):
+        command = way_on(state, ("--settle", f"{path}={Settlement.DONE}"))
+        raise RunEnded(f"{path} ({name}) was started and its end is not known", code=ExitCode.UNCERTAIN, command=command,
+                       mend="look at what it did, then say so: done, failed, or retry")
+
+
+def uncertain_calls(state: State, registry: Registry) -> Iterator[tuple[str, str]]:
+    """The calls that may have had an effect and have no result, as (path, tool); c3/c1 is one of c3's sub-agent."""
     for call in state.open_calls:
         tool = registry.tools.get(call.name)
-        if call.id in state.begun and not (tool and (tool.readonly or tool.idempotent or tool.kind.resumes)):
-            raise RunEnded(f"{call.id} ({call.name}) was started and its end is not known", code=ExitCode.UNCERTAIN,
-                           mend="look at what it did before you go on")
+        if call.id in state.agents:
+            yield from ((f"{call.id}/{path}", name) for path, name in uncertain_calls(state.agents[call.id], registry))
+        elif call.id in state.begun and not (tool and (tool.readonly or tool.idempotent or tool.kind.resumes)):
+            yield call.id, call.name
 
 
 def tools_phase(session: Session) -> Phase:
@@ -5542,6 +5760,8 @@ def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], Non
     """Runs an approved call as it was approved. Its failure is a result for the model."""
     parts, tool, verdict = session.parts, session.parts.registry.tools[call.name], session.verdicts[call.id]
     before, context = parts.clock(), context_of(session, call, tool, on_start)
+    if parts.recorded and not tool.kind.resumes:
+        return parts.recorded(path_of(session.state, call.id))
     try:
         if digest((tool.canonical(verdict.arguments, parts.places))) != session.state.decided[call.id].digest:
             raise ToolError("what the call comes down to has changed since it was approved")
@@ -5553,6 +5773,11 @@ def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], Non
     text, omitted = truncate(parts.mask.captured(output.output), budget, tool.kind.cut)
     text = "\n".join(part for part in (output.note, text.rstrip("\n")) if part) or "(no output)"
     return ToolFinished(call.id, call.name, output.status, text, omitted, round(parts.clock() - before, 3))
+
+
+def path_of(state: State, call: str) -> str:
+    """The name of a call in the whole session: c3/c1 for one of the sub-agent that c3 runs."""
+    return "/".join([*state.started.session.split("/")[1:], call])
 
 
 def context_of(session: Session, call: ToolCall, tool: Tool, on_start: Callable[[int, str], None]) -> ToolContext:
@@ -5660,6 +5885,7 @@ def evidence_of(state: State) -> tuple[Evidence, ...]:
     return tuple(found)
 
 
+WRAP_UP = "The time is nearly up. Answer now with what you have; no tool can be called any more."
 MOST_CALLS, MOST_OUTPUT = 64, 65_536  # calls of a turn, characters of a result (approvals.md 8)
 MOST_REPEATS = 5
 MOST_BROKEN = 3
@@ -5814,6 +6040,11 @@ class Flags(Value):
     loudness: Loudness = Loudness.NORMAL
     skills: str = ""
     preloaded: tuple[str, ...] = ()
+    name: str = ""
+    lock: str = ""
+    on_overlap: OnOverlap = OnOverlap.SKIP
+    settled: tuple[str, ...] = ()
+    prune: str = ""
     scopes: Scopes = Scopes.HIDDEN
 
 
@@ -6081,29 +6312,66 @@ def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str,
 
 
 def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
-    """`run`: a new session from its flags to its end."""
+    """`run`: a new session from its flags to its end; with `--session NAME` the one of that name, if it can go on."""
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
     limits = limits_of(flags, manifest, Limits())
     setup = set_up(asked, manifest, flags.only, machine.cwd)
     deadline = Deadline(time.monotonic() + limits.timeout_s)
+    if flags.lock:
+        lock = take_lock(os.path.join(machine.state, "locks", checked_name(flags.lock, "--lock")), flags.on_overlap, deadline)
+        asked.closing.callback(os.close, lock)
     data = read_stdin(flags, streams, deadline)
     task, data = (data.strip(), "") if flags.task == "-" or flags.stdin is StdinMode.TASK else (flags.task, data)
+    choice = choose_model(flags, machine, manifest, streams)
+    model = open_model(choice, asked, deadline)
+    if not task and isinstance(model, ReplayModel):
+        task, data = model.started.task, data or model.started.data
     if not task:
         raise ConfigError("there is no task", "TASK", 'say what to do: agentloop run "why is the disk full?"')
+    unfinished = unfinished_session(flags, machine, task)
+    if unfinished:
+        return go_on(replace(asked, flags=replace(flags, session=unfinished, task="", name="")))
     files = tuple(Attachment(name, read_file(name)) for name in flags.files)
-    choice, session_id = choose_model(flags, machine, manifest, streams), os.urandom(4).hex()
+    opening = opening_of(setup, choice, model, limits, task, data, files)
+    return drive(setup, choice, model, deadline, new_journal(flags, machine, opening.session), State(), opening)
 
-    def opening(model: Any) -> SessionStarted:
-        options = Options(limits, replace(choice.options, context=model.window()), manifest.where, flags.only,
-                          flags.on_deny or "")
-        return SessionStarted(
-            session_id, __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
-            options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
-            manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
-            setup.places.cwd, setup.places.cwd_id)
 
-    return drive(setup, choice, deadline, new_journal(flags, machine, session_id), State(), opening)
+def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, task: str, data: str,
+               files: tuple[Attachment, ...]) -> SessionStarted:
+    """The first event of a session. A replay takes from the recording what the command line does not say."""
+    flags, machine = setup.asked.flags, setup.asked.machine
+    options = Options(limits, replace(choice.options, context=model.window()), setup.manifest.where, flags.only,
+                      flags.on_deny or "")
+    started = SessionStarted(
+        os.urandom(4).hex(), __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
+        options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
+        setup.manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
+        setup.places.cwd, setup.places.cwd_id, flags.name and checked_name(flags.name, "--session"))
+    if not isinstance(model, ReplayModel):
+        return started
+    before = model.started
+    return replace(started, nonce=before.nonce, call_mode=before.call_mode, files=files or before.files,
+                   system=started.system if flags.system else before.system,
+                   options=replace(options, limits=limits_of(flags, Manifest(), before.options.limits)))
+
+
+def checked_name(name: str, where: str) -> str:
+    if not SESSION_NAME.fullmatch(name):
+        raise ConfigError("a name has letters, digits, '.', '_' and '-', at most 64", where)
+    return name
+
+
+def unfinished_session(flags: Flags, machine: Machine, task: str) -> str:
+    """The path of the last session of that name, if it has the same task and did not finish; else ""."""
+    last = next((kept for kept in kept_sessions(sessions_folder(machine)) if flags.name and kept.started.name == flags.name), None)
+    if last is None or last.started.task != task:
+        return ""
+    return "" if last.finished and last.finished.exit_code in (ExitCode.ANSWERED, ExitCode.ANSWERED_DENIED) else last.path
+
+
+def sessions_folder(machine: Machine) -> str:
+    return os.path.join(machine.state, "sessions")
 
 
 def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
@@ -6128,11 +6396,28 @@ def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     setup = set_up(asked, manifest, flags.only or options.only, started.cwd)
     if not flags.on_deny and options.on_deny:
         setup = replace(setup, on_deny=OnDeny(options.on_deny))
-    if flags.task:
-        refuse_uncertain(state, setup.registry)  # a new task would bury what is not known of the old one
+    settled = settlements(flags, dict(uncertain_calls(state, setup.registry)))
+    if flags.task:  # a new task would bury what is not known of the old one
+        refuse_uncertain(settle(state, settled), setup.registry, lambda _, more: way_on(flags, state, journal, more))
     limits = limits_of(flags, Manifest(), state.limits)
-    return drive(setup, choice_of(flags, machine, started, manifest.model), Deadline(time.monotonic() + limits.timeout_s), journal,
-                 state, lambda model: SessionResumed(flags.grants, limits, flags.task))
+    deadline = Deadline(time.monotonic() + limits.timeout_s)
+    choice = choice_of(flags, machine, started, manifest.model)
+    return drive(setup, choice, open_model(choice, asked, deadline), deadline, journal, state,
+                 SessionResumed(flags.grants, limits, flags.task, settled))
+
+
+def settlements(flags: Flags, uncertain: Mapping[str, str]) -> dict[str, Settlement]:
+    """What `--settle` says, by call. Raises ConfigError for a call whose end is known."""
+    settled = {}
+    for text in flags.settled:
+        call, _, said = text.partition("=")
+        if call not in uncertain:
+            raise ConfigError(f"{visible(call)!r} is no call whose end is not known", "--settle",
+                              f"there {'is' if len(uncertain) == 1 else 'are'}: {', '.join(uncertain) or 'none'}")
+        if said not in list(Settlement):
+            raise ConfigError(f"{visible(said)!r} is none of {', '.join(Settlement)}", f"--settle {call}=…")
+        settled[call] = Settlement(said)
+    return settled
 
 
 def check_call(asked: Invocation) -> ExitCode:
@@ -6177,22 +6462,77 @@ def checked_text(found: CheckedCall) -> str:
 
 
 def show_session(asked: Invocation) -> ExitCode:
-    """`show SESSION`: its events, a line each; with `--scopes` the grants that its calls needed, narrowest first."""
+    """`show`: the sessions; `show SESSION`: its events, a line each; with `--scopes` the grants that its calls needed,
+    narrowest first. A damaged record is named, and what follows it is shown."""
     flags, streams = asked.flags, asked.streams
-    path = find_journal(flags.session, asked.machine)
-    events, _ = read_journal(path, read_bytes(path))
-    if flags.scopes is Scopes.SHOWN:
-        inner = [from_record(event.event, path) if isinstance(event, AgentStep) else event for event in events]
-        used = {event.scope: None for event in inner if isinstance(event, CallDecided) and event.scope
-                and event.decision is Decision.ALLOW and event.by is not DecidedBy.AUTO}
-        for scope in used:
-            streams.out(f"--yes-scope {shlex.quote(scope)}\n")
+    if flags.prune:
+        seconds = duration(flags.prune, "--prune")
+        tidy(asked, seconds, seconds)
         return ExitCode.ANSWERED
-    for event in events:
-        text = to_json(to_record(event)) if flags.output is not OutputFormat.TEXT else \
-            progress_line(event, Loudness.VERBOSE) or answer_line(event)
-        streams.out(text + "\n" if text else "")
-    return ExitCode.ANSWERED
+    if not flags.session:
+        for kept in kept_sessions(sessions_folder(asked.machine)):
+            streams.out((to_json(listed(kept)) if flags.output is not OutputFormat.TEXT else listed_line(kept)) + "\n")
+        return ExitCode.ANSWERED
+    path, code = find_journal(flags.session, asked.machine), ExitCode.ANSWERED
+    scopes: dict[str, None] = {}
+    for event in read_damaged(path, read_bytes(path)):
+        if isinstance(event, ConfigError):
+            streams.err(f"agentloop: {event}")
+            code = ExitCode.CONFIG
+        elif flags.scopes is Scopes.SHOWN:
+            scopes.update(dict.fromkeys(needed_grants(event)))
+        else:
+            text = to_json(to_record(event)) if flags.output is not OutputFormat.TEXT else \
+                progress_line(event, Loudness.VERBOSE) or answer_line(event)
+            streams.out(text + "\n" if text else "")
+    for scope in scopes:
+        streams.out(f"--yes-scope {shlex.quote(scope)}\n")
+    return code
+
+
+def needed_grants(event: Event) -> list[str]:
+    """The grant that a call needed which was allowed by a person or a grant."""
+    decided = from_record(event.event, event.call) if isinstance(event, AgentStep) else event
+    allowed = isinstance(decided, CallDecided) and decided.decision is Decision.ALLOW and decided.by is not DecidedBy.AUTO
+    return [decided.scope] if allowed and decided.scope else []
+
+
+def listed(kept: Kept) -> dict[str, JSON]:
+    """A session in the list of them: the line of `-o json` and `-o jsonl`."""
+    done = kept.finished
+    return {"session": kept.started.session, "name": kept.started.name, "at": iso_time(kept.at), "outcome": done.outcome if done else
+            "unfinished", "exit_code": done.exit_code if done else None, "turns": done.turns if done else None,
+            "provider": kept.started.provider, "model": kept.started.model, "task": kept.started.task, "path": kept.path}
+
+
+def listed_line(kept: Kept) -> str:
+    shown = listed(kept)
+    return f"{shown['session']}  {shown['at']}  {shown['outcome']:<15}  {shown['name'] + ': ' if shown['name'] else ''}" + \
+        one_line(kept.started.task, 60)
+
+
+def iso_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def tidy(asked: Invocation, finished_s: float, other_s: float) -> None:
+    """Removes old sessions, and says so in one line where there were any."""
+    removed, size = prune(sessions_folder(asked.machine), finished_s, other_s, MOST_KEPT, time.time())
+    if removed:
+        asked.streams.err(f"agentloop: {removed} old session{'s' if removed > 1 else ''} removed ({human_bytes(size)})")
+
+
+def tidy_daily(asked: Invocation) -> None:
+    """Retention, at most once a day: the time of an empty file says when it was last done, its lock who does it."""
+    folder, mark = sessions_folder(asked.machine), os.path.join(asked.machine.state, "tidied")
+    if not os.path.isdir(folder) or os.path.exists(mark) and time.time() - os.path.getmtime(mark) < DAY:
+        return
+    descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with contextlib.suppress(BlockingIOError):  # another one is at it
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.utime(mark)
+        tidy(asked, 30 * DAY, 90 * DAY)
+    os.close(descriptor)
 
 
 def denied_line(finished: SessionFinished) -> AgentLoopError | None:
@@ -6212,22 +6552,30 @@ def answer_line(event: Event) -> str:
     return ""
 
 
-def drive(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, state: State,
-          opening: Callable[[Any], Event]) -> tuple[SessionFinished, AgentLoopError | None]:
-    """Opens the model, emits the first event of this process and runs the session to its end."""
-    http = Http(deadline, setup.asked.machine.open_transport)
+def open_model(choice: ModelChoice, asked: Invocation, deadline: Deadline) -> Any:
+    """The model, ready to be asked."""
+    if choice.provider == "replay":
+        path = find_journal(choice.name, asked.machine)
+        return ReplayModel(choice.name, read_journal(path, read_bytes(path))[0])
+    http = Http(deadline, asked.machine.open_transport)
+    asked.closing.callback(http.close)
+    return PROVIDERS[choice.provider](choice, http, asked.machine, asked.streams)
+
+
+def drive(setup: Setup, choice: ModelChoice, model: Any, deadline: Deadline, journal: Journal | NoJournal, state: State,
+          opening: Event) -> tuple[SessionFinished, AgentLoopError | None]:
+    """Emits the first event of this process and runs the session to its end."""
     gc.freeze()
     gc.enable()
-    for opened in (http, journal):
-        setup.asked.closing.callback(opened.close)
-    model = open_model(choice, http, setup.asked.machine, setup.asked.streams)
+    setup.asked.closing.callback(journal.close)
     session = Session(parts_of(setup, choice, deadline, journal, model), setup.grants, state)
     if state.started:
         setup.asked.streams.show(state.started)
     for orphan in state.spawned.values():
         if orphan.call not in state.results:
             end_orphan(orphan.group, orphan.start_time)
-    session.emit(opening(model))
+    session.emit(opening)
+    tidy_daily(setup.asked)
     for warning in (*setup.registry.warnings, *model.warnings, *far_reader(setup.registry, model.endpoint)):
         session.notice(Warned(warning))
     return run(session)
@@ -6243,7 +6591,8 @@ def far_reader(registry: Registry, endpoint: str) -> Iterator[str]:
 
 def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:
     flags, streams, interrupts, machine, _ = contents(setup.asked)
-    processes, prompter = Processes(interrupts.shield), prompter_of(flags)
+    processes, replay = Processes(interrupts.shield), model if isinstance(model, ReplayModel) else None
+    prompter = AsRecorded(replay.decisions.get) if replay else prompter_of(flags)
     on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
     named = (choice.options.key_env, *(name for tool in setup.registry.tools.values() for name in tool.kind.secrets))
     streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key,))
@@ -6263,10 +6612,10 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
             http.cut()
 
     return Parts(
-        model, setup.registry, prompter, setup.places,
+        model, setup.registry, prompter, replace(setup.places, addresses=lambda host: ()) if replay else setup.places,
         lambda program, timeout, on_start: spawn(program, timeout, processes, on_start), request, journal.append,
         (streams.show, *machine.sinks), interrupts.shield, stop, deadline, machine.environ,
-        lambda state, more: way_on(flags, state, journal, more), streams.mask, on_deny)
+        lambda state, more: way_on(flags, state, journal, more), streams.mask, on_deny, replay and replay.result)
 
 
 def way_on(flags: Flags, state: State, journal: Journal | NoJournal, more: Sequence[str]) -> str:
@@ -6295,7 +6644,7 @@ def program_name() -> list[str]:
 def new_journal(flags: Flags, machine: Machine, session: str) -> Journal | NoJournal:
     if flags.journal == "none":
         return NoJournal()
-    return Journal(flags.journal or os.path.join(machine.state, "sessions", f"{session}.jsonl"))
+    return Journal(flags.journal or os.path.join(sessions_folder(machine), f"{session}.jsonl"))
 
 
 def find_journal(session: str, machine: Machine) -> str:
@@ -6303,9 +6652,10 @@ def find_journal(session: str, machine: Machine) -> str:
     if "/" in session or session.endswith(".jsonl"):
         found = [session] if os.path.exists(session) else []
     else:
-        folder = os.path.join(machine.state, "sessions")
+        folder = sessions_folder(machine)
         names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        found = [os.path.join(folder, name) for name in names if session and name.startswith(session)]
+        found = [os.path.join(folder, name) for name in names if session and name.startswith(session) and name.endswith(".jsonl")]
+        found = found or [kept.path for kept in kept_sessions(folder) if session and kept.started.name == session][:1]
     if len(found) != 1:
         raise ConfigError("no such session" if not found else f"{len(found)} sessions begin with it",
                           f"session {visible(session)}")
@@ -6377,6 +6727,9 @@ def add_run(app: Any, wanted: list[Wanted]) -> None:
             system: str = option("", "--system", metavar="TEXT|@FILE", help="Another system prompt."),
             file: list[str] = option([], "-f", "--file", help="A file to send along."),
             stdin: StdinMode = option("auto", "--stdin", help="What stdin is."),
+            session: str = option("", "--session", metavar="NAME", help="Start it, or go on with it if it did not finish."),
+            lock: str = option("", "--lock", metavar="NAME", help="One run at a time has it."),
+            on_overlap: OnOverlap = option("skip", "--on-overlap", help="What happens if another run has it."),
             skills: str = option("", "--skills", metavar="DIR", help="A folder of skills."),
             skill: list[str] = option([], "--skill", metavar="NAME", help="A skill to begin with."),
             only: list[str] = option([], "--only", metavar="TOOL", help="Offer this tool and no other."),
@@ -6393,7 +6746,8 @@ def add_run(app: Any, wanted: list[Wanted]) -> None:
         """Start a session and print its answer."""
         flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
                       stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
-                      Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL, skills, tuple(skill))
+                      Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL, skills, tuple(skill), session,
+                      lock, on_overlap)
         wanted.append(Wanted(start, flags))
 
 
@@ -6412,6 +6766,7 @@ def add_resume(app: Any, wanted: list[Wanted]) -> None:
             approve: Approve = option(None, "--approve", help="Who is asked about the other calls."),
             on_deny: OnDeny = option(None, "--on-deny", help="What a denied call does."),
             output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
+            settle: list[str] = option([], "--settle", metavar="CALL=done|failed|retry", help="How a call ended."),
             only: list[str] = option([], "--only", metavar="TOOL", help="Offer this tool and no other."),
             max_turns: int = option(None, "--max-turns", help="Replies that the model may give, in the whole session."),
             timeout: str = option("", "--timeout", help="Deadline of this run."),
@@ -6423,7 +6778,7 @@ def add_resume(app: Any, wanted: list[Wanted]) -> None:
         """Go on with a session that stopped."""
         flags = Flags(task=task, session=session, url=url, tools=tools, grants=tuple(yes_scope), approve=approve,
                       on_deny=on_deny, output=output, only=tuple(only), max_turns=max_turns, timeout=timeout,
-                      max_tokens=max_tokens, reply_tokens=reply_tokens,
+                      max_tokens=max_tokens, reply_tokens=reply_tokens, settled=tuple(settle),
                       loudness=Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
         wanted.append(Wanted(go_on, flags))
 
@@ -6448,13 +6803,14 @@ def add_check_and_show(app: Any, wanted: list[Wanted]) -> None:
 
     @app.command("show")
     def show_command(
-            session: str = argument(..., metavar="SESSION", help="An id, its first characters, or a file."),
+            session: str = argument("", metavar="[SESSION]", help="An id, its first characters, a name, or a file."),
+            prune: str = option("", "--prune", metavar="AGE", help="Remove the sessions older than that, e.g. 30d."),
             scopes: bool = option(False, "--scopes", help="The grants that its calls needed, ready to paste."),
             output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
     ) -> None:
-        """Show a session."""
+        """List the sessions, or show one."""
         shown = Scopes.SHOWN if scopes else Scopes.HIDDEN
-        wanted.append(Wanted(show_session, Flags(session=session, output=output, scopes=shown)))
+        wanted.append(Wanted(show_session, Flags(session=session, output=output, scopes=shown, prune=prune)))
 
 
 def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> ExitCode:
@@ -6562,7 +6918,8 @@ def named_output(argv: Sequence[str]) -> OutputFormat:
     return OutputFormat(found[1]) if found else OutputFormat.TEXT
 
 
-JOURNAL_VERSION = 1
+SESSION_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+DAY, MOST_KEPT = 86_400.0, 256 << 20  # seconds, bytes of finished sessions
 SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
 DATA_CAP = 4_000_000  # bytes
 LAST_PATIENCE = 2.0  # seconds that a stopped run waits for the reader of its last line

@@ -774,7 +774,7 @@ MANIFEST_ERRORS = {
                             "m.toml: tools.a: a shell tool has no key 'argv'"),
     "no-argv": ('[tools.a]\nkind = "command"\ndescription = "x"', "m.toml: tools.a.argv: a list of texts"),
     "unused-parameter": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls"]\nparams.p = {type = "string"}',
-                         "m.toml: tools.a: no argv element uses the parameter 'p'"),
+                         "m.toml: tools.a: nothing uses the parameter 'p'"),
     "no-parameter": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]', "'p' is a placeholder without a parameter"),
     "program-from-the-model": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["{p}"]\nparams.p = {type = "string"}',
                                "m.toml: tools.a.argv[0]: the program's name is fixed"),
@@ -1396,7 +1396,7 @@ def test_a_grant_of_exact_words_allows_these_words_alone(home):
 
 ENDS = {
     "unknown-grant": (TWELVE, ("--yes-scope", "ad"), 2, "agentloop: grant 'ad': there is no tool 'ad'; write TOOL or TOOL:PATTERN, the name exactly"),
-    "unknown-flag": (TWELVE, ("--bogus",), 2, "agentloop: No such option: --bogus; see agentloop --help"),
+    "unknown-flag": (TWELVE, ("--zzz",), 2, "agentloop: No such option: --zzz; see agentloop --help"),
     "bad-duration": (TWELVE, ("--timeout", "soon"), 2, "agentloop: --timeout: a duration such as 90s, 10m or 2h is needed, not 'soon'"),
     "no-such-file": (TWELVE, ("-f", "nothing"), 2, "agentloop: nothing: No such file or directory"),
     "no-such-tool": (TWELVE, ("--only", "nothing"), 2, "agentloop: --only: no tool 'nothing'; there are: add, multiply, run_shell"),
@@ -2000,7 +2000,8 @@ EVERY_END = {
                     stderr="agentloop: model: status 400: x (context_length_exceeded)\n"),
     "9-empty": End(9, ({}, {}, {}), stderr="agentloop: the model gave an empty reply twice\n"),
     "9-filter": End(9, ({"text": "x", "finish": "content_filter"},) * 9, URL, stderr="agentloop: model: a content filter ended the reply\n"),
-    "10": End(10, (SLEEP,), SHELL, stderr="agentloop: c1 (run_shell) was started and its end is not known; look at what it did before you go on\n",
+    "10": End(10, (SLEEP,), SHELL, stderr="agentloop: c1 (run_shell) was started and its end is not known; look at what it did, then say so: done, failed, or retry\n"
+              "ME resume ID --yes-scope run_shell --settle c1=done\n",
               how="killed and resumed"),
     "11": End(11, tuple(TWELVE[:1]), stderr="agentloop: script.jsonl:2: the script has no further reply\n"),
     "69": End(69, ({"status": 404, "body": REFUSED},), URL, stderr="agentloop: model: status 404: because; go on with: ME resume ID\n"),
@@ -2070,7 +2071,7 @@ def test_an_answer_after_a_denial_says_on_stderr_what_was_denied(home):
 READ_ENDS = {
     "bad-grant": (("run", "x", "-o", "jsonl", "--yes-scope", "bogus"), 141),
     "bad-grant-json": (("run", "x", "-o", "json", "--yes-scope", "bogus"), 141),
-    "bad-flag": (("run", "x", "-o", "jsonl", "--bogus"), 141),
+    "bad-flag": (("run", "x", "-o", "jsonl", "--zzz"), 141),
     "no-session": (("resume", "nothing", "-o", "json"), 141),
     "check": (("check", 'run_shell {"command": "true"}', "-o", "json"), 141),
     "answer": (("run", "x", "-m", "script:script.jsonl", "-q"), 141),
@@ -2088,7 +2089,7 @@ def test_a_reader_that_is_gone_before_the_first_byte_is_no_news(home, words, cod
     assert (process.wait(20), stderr) == (code, "")
 
 
-@pytest.mark.parametrize("words", [("--yes-scope", "bogus"), ("--bogus",)], ids=["bad-grant", "bad-flag"])
+@pytest.mark.parametrize("words", [("--yes-scope", "bogus"), ("--zzz",)], ids=["bad-grant", "bad-flag"])
 def test_a_full_disk_under_stdout_is_no_bug_of_ours_even_before_the_session(home, words):
     with open("/dev/full", "w") as full:
         process = agentloop_popen(home, "run", "x", *script(home, {"text": "ok"}), "-o", "json", "-q", *words, stdin=subprocess.DEVNULL, stdout=full,
@@ -2766,7 +2767,7 @@ def test_a_finished_session_is_printed_again_in_every_format_with_its_code(home,
 def test_the_journal_is_private_and_nothing_else_is_left(home):
     agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q")
     left = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (home / "state" / "agentloop").rglob("*")}
-    assert left == {"sessions": 0o700, journal_of(home).name: 0o600}
+    assert left == {"sessions": 0o700, journal_of(home).name: 0o600, "tidied": 0o600}
 
 
 def test_without_a_journal_nothing_is_written(home):
@@ -2796,7 +2797,7 @@ MANIFESTS = {
     "limits": ("[limits]\nturns = 3\n", "m.toml.limits: unknown key 'turns'; known here: max_turns, "),
     "type": ("[limits]\nmax_turns = '3'\n", "m.toml.limits.max_turns: a whole number is needed, not text ('3')"),
     "toml": ("[tools.x\n", "m.toml: Expected ']' at the end of a table declaration (at line 1, column 9)"),
-    "kind": ('[tools.x]\nkind = "python"\n', "m.toml: tools.x: kind 'python' is none of command, shell, builtin"),
+    "kind": ('[tools.x]\nkind = "python"\n', "m.toml: tools.x: kind 'python' is none of command, shell, builtin, http, agent"),
     "reserved": ('where = "/x"\n[tools.x]\nkind = "builtin"\nbuiltin = "now"\n', "m.toml: unknown key 'where'; known here: tools, model, limits, sandbox"),
 }
 
