@@ -1093,7 +1093,7 @@ ENDS = {
     "no-such-tool": (TWELVE, ("--only", "nothing"), 2, "agentloop: --only: no tool 'nothing'; there are: add, multiply, run_shell"),
     "script-runs-out": (TWELVE[:2], GRANTED, 11, "agentloop: script.jsonl:3: the script has no further reply"),
     "no-json-in-script": ([{"text": "x"}], ("-m", "script:m.toml"), 2, "agentloop: m.toml:1: not JSON: Expecting value: line 1 column 2 (char 1)"),
-    "empty-replies": ([{}, {}], (), 9, "agentloop: the model gave an empty reply twice"),
+    "empty-replies": ([{}, {}, {}], (), 9, "agentloop: the model gave 3 empty replies in a row"),
     "window": ([{"text": "x"}], ("--system", "x" * 40_000), 7, None),
     "nothing-listens": (TWELVE, ("-m", "ollama:m", "--url", "http://127.0.0.1:9"), 69, None),
     "key-in-the-clear": (TWELVE, ("-m", "openai:m", "--url", "http://192.0.2.1/v1"), 2,
@@ -1117,17 +1117,22 @@ def test_every_end_has_its_code_a_clean_stdout_and_one_line(home, replies, flags
         assert [event for event in ended.events if event.get("type") == "session.finished"] == ([finished] if output == "jsonl" else [])
 
 
-HTTP_ENDS = {"401": (401, 77), "403-empty": (403, 77), "404": (404, 69), "400": (400, 69), "413": (413, 7), "429-long": (429, 75)}
+HTTP_ENDS = {
+    "401": (401, 77, "; give the key in AGENTLOOP_API_KEY, or key_file in [model]"), "403-empty": (403, 77, ""),
+    "404": (404, 69, "; --url is not where its API is: look at its path"), "400": (400, 69, ""),
+    "413": (413, 7, "; give the model a larger window with --context, or send less"),
+    "429-long": (429, 75, "; it asks to wait 3,600 seconds"),
+}
 
 
-@pytest.mark.parametrize("status,code", HTTP_ENDS.values(), ids=HTTP_ENDS)
-def test_a_refusal_of_the_server_has_its_exit_code(home, status, code):
+@pytest.mark.parametrize("status,code,mend", HTTP_ENDS.values(), ids=HTTP_ENDS)
+def test_a_refusal_of_the_server_has_its_exit_code(home, status, code, mend):
     refusal = {"status": status, "headers": {"Retry-After": "3600"}, "body": "" if status == 403 else '{"error": {"message": "because"}}'}
     with fakeserver.serve([refusal] * 9, wire=Wire.OPENAI) as server:
         ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
     said = "no message" if status == 403 else "because"
     assert (ended.code, ended.stdout) == (code, "") and len(server.requests) == 1
-    assert re.fullmatch(rf"agentloop: model: status {status}: {said}(; go on with: .*)?\n", ended.stderr)
+    assert re.fullmatch(rf"agentloop: model: status {status}: {said}{mend}(; go on with: .*)?\n", ended.stderr)
 
 
 def test_an_answer_cut_by_its_length_is_no_answer_and_is_asked_for_anew(home):
@@ -1308,7 +1313,7 @@ def test_a_silent_server_is_given_up(home, key, reply):
     (home / "m.toml").write_text(f'[model]\n{key} = "0.5s"\ncontext = 8192\n' + ARITHMETIC)
     with fakeserver.serve([reply] * 3, wire=Wire.OPENAI) as server:
         ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
-    assert (ended.code, ended.stdout) == (69, "") and "no answer in time" in ended.stderr and len(server.requests) == 1
+    assert (ended.code, ended.stdout) == (69, "") and "no answer in time" in ended.stderr and len(server.requests) == 2
 
 
 def test_a_model_is_looked_for_at_a_terminal_alone(home):
