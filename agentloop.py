@@ -627,7 +627,7 @@ class RequestAdapted(Value):
 
 @value
 class ModelTold(Value):
-    """Text that the loop adds to the history. `said` is the reply it answers, where that was no answer."""
+    """Text that the loop adds to the history. `said` is the reply it answers, where that was a broken call."""
 
     text: str
     said: str = ""
@@ -899,7 +899,7 @@ def apply_replied(state: State, event: ModelReplied) -> State:
 def apply_told(state: State, event: ModelTold) -> State:
     closed = close_batch(state)
     return replace(closed, history=(*closed.history, Message(Role.USER, event.text)), answered=False,
-                   told_off=state.told_off + 1)
+                   told_off=state.told_off + 1, broken_batches=state.broken_batches + bool(event.said))
 
 
 def apply_adapted(state: State, event: RequestAdapted) -> State:
@@ -3225,9 +3225,9 @@ def frame(state: State, registry: Registry, offer: Offer) -> Request:
 
 
 def complaint(state: State, reply: Reply) -> str:
-    """What to tell a model whose answer is none under the constrained protocol; "" to take the answer."""
-    if state.call_mode is not CallMode.JSON or not state.answered:
-        return ""
+    """What to tell a model whose answer is none; "" to take the answer."""
+    if not state.answered or state.call_mode is CallMode.NATIVE:
+        return reply.problem
     if reply.problem and state.told_off < 1:
         return reply.problem
     known = [line for _, lines in sources_of(state) for line in lines]
@@ -3894,16 +3894,28 @@ COERCIONS = {"integer": (int,), "number": (int, float), "boolean": (bool,), "arr
 
 
 def recover_text_calls(reply: Reply, tools: Sequence[ToolSpec]) -> Reply:
-    """The reply with the calls that stand in its text: only where no structured call came, only for known tools,
-    and only when the arguments of every one are valid. Else it stays what it was, a text."""
-    known = {spec.name: spec for spec in tools}
-    for pattern, read in TEXT_FORMS if not reply.calls and len(reply.text) < MOST_TEXT_CALL else ():
-        found = list(re.finditer(pattern, reply.text, re.DOTALL))
+    """The reply with the calls that its text ends in: only where no structured call came, only for known tools, and
+    only when the arguments of every one are valid. What looks like a call and is none of these is a problem."""
+    known, text, problem = {spec.name: spec for spec in tools}, reply.text, ""
+    if reply.calls or not tools or len(text) > MOST_TEXT_CALL:
+        return reply
+    for mark, pattern, read in TEXT_FORMS:
+        found = list(re.finditer(pattern, text, re.DOTALL)) if mark in text else []
         calls = [call for match in found for call in text_calls(read, match, known)]
-        if calls and all(valid_text_call(call, known) for call in calls):
-            rest = re.sub(r"</?tool_call>", "", re.sub(pattern, "", reply.text, flags=re.DOTALL)).strip()
-            return replace(reply, text=rest, calls=tuple(calls))
-    return reply
+        if not calls or not ends_in(text, found):
+            continue
+        if all(valid_text_call(call, known) for call in calls):
+            before = re.sub(r"</?tool_call>", "", text[:found[0].start()]).strip()
+            return replace(reply, text=before, calls=tuple(calls))
+        problem = UNREADABLE if all(call.name for call in calls) else problem
+    return replace(reply, problem=problem or (UNREADABLE if text.lstrip().startswith(CALL_MARKS) else ""))
+
+
+def ends_in(text: str, found: Sequence[re.Match[str]]) -> bool:
+    """Whether the text ends in these matches. What stands in the midst of prose, or in quotes, is spoken about."""
+    between = zip([match.end() for match in found], [*(match.start() for match in found[1:]), len(text)])
+    rest = "".join(text[start:end] for start, end in between)
+    return text[:found[0].start()][-1:] not in tuple("`'\"") and not re.sub(CLOSING_MARKS, "", rest).strip()
 
 
 def text_calls(read: Callable[[re.Match[str]], list[tuple[str, JSON]]], match: re.Match[str],
@@ -3958,21 +3970,28 @@ def python_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
 
 
 MOST_TEXT_CALL = 32_000  # characters: a longer text is no call, and could be made to take for ever
-TEXT_FORMS = (  # what, and how it is read; tried in this order
-    (r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)(?:\{.*\}$)?", json_calls),
-    (r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", tagged_call),
-    (r"\A\s*```(?:json)?\s*([\[{].*[\]}])\s*```\s*\Z", json_calls),
-    (r"\A\s*(\{.*\})\s*\Z", json_calls),
-    (r"<\|python_(?:tag|start)\|>\s*(\{.*?\})\s*(?:<\|[a-z_]+\|>|$)", json_calls),
-    (r"\[TOOL_CALLS\]\s*(\[.*\])\s*$", json_calls),
-    (r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[ARGS\])?\s*(\{.*\})", named_call),
-    (r"\[TOOL_REQUEST\]\s*(\{.*?\})\s*\[END_TOOL_REQUEST\]", json_calls),
-    (r"(?:<｜tool▁calls▁begin｜>)?(?:<｜tool▁call▁begin｜>)?\w*<｜tool▁sep｜>([\w.-]+)\s*```json\s*(\{.*?\})\s*```.*\Z", named_call),
-    (r"<｜DSML｜tool_calls>\s*<｜DSML｜invoke name=\"([^\"]+)\">(.*?)</｜DSML｜invoke>\s*</｜DSML｜tool_calls>", tagged_call),
-    (r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)", named_call),
-    (r"\A\s*```tool_code\s*(.*?)\s*```\s*\Z", python_calls),
-    (r"\A\s*(\[\s*[A-Za-z_][\w.-]*\(.*\)\s*\])\s*\Z", python_calls),
+TEXT_FORMS = (  # what must stand in the text, what is a call then, and how it is read; tried in this order
+    ("<tool_call>", r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)(?:\{.*\}$)?", json_calls),
+    ("<function=", r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", tagged_call),
+    ("```", r"\A\s*```(?:json)?\s*([\[{].*[\]}])\s*```\s*\Z", json_calls),
+    ("{", r"\A\s*(\{.*\})\s*\Z", json_calls),
+    ("<|python_", r"<\|python_(?:tag|start)\|>\s*(\{.*?\})\s*(?:<\|[a-z_]+\|>|$)", json_calls),
+    ("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(\[.*\])\s*$", json_calls),
+    ("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[ARGS\])?\s*(\{.*\})", named_call),
+    ("[TOOL_REQUEST]", r"\[TOOL_REQUEST\]\s*(\{.*?\})\s*\[END_TOOL_REQUEST\]", json_calls),
+    ("<｜tool▁sep｜>", r"(?:<｜tool▁calls▁begin｜>)?(?:<｜tool▁call▁begin｜>)?\w*<｜tool▁sep｜>([\w.-]+)\s*```json\s*(\{.*?\})"
+     r"\s*```.*\Z", named_call),
+    ("<｜DSML｜", r"<｜DSML｜tool_calls>\s*<｜DSML｜invoke name=\"([^\"]+)\">(.*?)</｜DSML｜invoke>\s*</｜DSML｜tool_calls>",
+     tagged_call),
+    ("<|channel|>", r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)", named_call),
+    ("```tool_code", r"\A\s*```tool_code\s*(.*?)\s*```\s*\Z", python_calls),
+    ("(", r"\A\s*(\[\s*[A-Za-z_][\w.-]*\(.*\)\s*\])\s*\Z", python_calls),
 )
+CLOSING_MARKS = r"</?tool_call>|<\|[a-z_]+\|>"
+CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "[TOOL_REQUEST]", "<|python_tag|>", "<|python_start|>",
+              "<｜tool▁call", "<｜DSML｜")  # a text that begins so is no answer
+UNREADABLE = ("Your reply looks like a tool call, but no tool can be called like that. Use the tool calling that you were "
+              "given, with a known tool and valid JSON arguments, or answer in plain words.")
 
 
 @value
@@ -3990,7 +4009,7 @@ class ModelChoice(Value):
 class OllamaWire:
     """Ollama's native API. Its own /v1 loses errors in mid-stream and cannot set the window."""
 
-    path, loaded = "/api/chat", "/api/ps"
+    path, embed_path, loaded = "/api/chat", "/api/embed", "/api/ps"
 
     def body(self, model: HttpModel, request: Request, dialect: Dialect) -> JSON:
         options = {"num_ctx": model.tokens, "num_predict": reply_limit(request, dialect)}
@@ -4020,7 +4039,7 @@ class OllamaWire:
 class OpenAIWire:
     """`/v1/chat/completions`, in the form that every server studied accepts, or in its own dialect."""
 
-    path, loaded = "/chat/completions", ""
+    path, embed_path, loaded = "/chat/completions", "/embeddings", ""
 
     def body(self, model: HttpModel, request: Request, dialect: Dialect) -> JSON:
         body = {"model": model.name, "stream": model.options.stream,
@@ -4132,7 +4151,10 @@ class HttpModel:
         """One accepted reply. Raises Refused when it must be asked for otherwise, ModelError when there is none."""
         if request.tools and self.facts.tools == "no" and self.choice.calls is CallMode.AUTO:
             raise Refused(ModelError(ErrorKind.HTTP, "the server says that the model has no tools"), TO_JSON)
-        asked = functools.partial(self.insist, dialect=dialect or self.dialect, notice=notice)
+        def asked(request: Request) -> Reply:
+            write, read = functools.partial(self.wire.body, self, request), functools.partial(self.read, request, notice)
+            return self.insist(self.wire.path, write, read, dialect or self.dialect, notice)
+
         reply = asked(request)
         if request.offer is Offer.ANSWER and reply.calls:
             reply = asked(replace(request, tools=()))
@@ -4140,14 +4162,23 @@ class HttpModel:
             self.allocated = min(self.tokens, self.loaded_window() or self.tokens)
         return reply
 
-    def insist(self, request: Request, dialect: Dialect, notice: Callable[[Event], None]) -> Reply:
-        """Asks again where that may help, as often as AGAIN says. A turn is never repeated."""
+    def read(self, request: Request, notice: Callable[[Event], None], reply: HttpReply) -> Reply:
+        def show(kind: str, text: str) -> None:
+            if request.schema is None:  # else it is the protocol's JSON, of which a reader wants the answer alone
+                notice(DELTAS[kind](text))
+
+        return read_reply(reply.status, reply.headers, reply.chunks, request.tools, show)
+
+    def insist(self, path: str, write: Callable[[Dialect], JSON], read: Callable[[HttpReply], Any], dialect: Dialect,
+               notice: Callable[[Event], None]) -> Any:
+        """What `read` makes of the answer to what `write` writes. Asks again where that may help, as often as AGAIN
+        says; a turn is never repeated."""
         tries: dict[Again, int] = {}
         while True:
             try:
-                return self.once(request, dialect, notice)
+                return self.exchange(path, write(dialect), read)
             except ModelError as error:
-                learned = lesson(error, dialect, functools.partial(self.wire.body, self, request))
+                learned = lesson(error, dialect, write)
                 if learned:
                     raise Refused(error, learned) from error
                 again = next(rule for rule in AGAIN if concerns(rule, error))
@@ -4158,22 +4189,16 @@ class HttpModel:
                 notice(ModelRetried(error.what, wait))
                 self.sleep(wait)
 
-    def once(self, request: Request, dialect: Dialect, notice: Callable[[Event], None]) -> Reply:
-        """The reply to one request, which may be sent on to another path of the same server."""
+    def exchange(self, path: str, body: JSON, read: Callable[[HttpReply], Any]) -> Any:
+        """What `read` makes of the answer to one request, which may be sent on to another path of the same server."""
         options = self.options
-        call = HttpRequest("POST", self.endpoint + self.wire.path, self.headers, options.query,
-                           self.wire.body(self, request, dialect), options.connect_s, options.first_byte_s,
-                           options.idle_s, options.ca_file)
-        def show(kind: str, text: str) -> None:
-            if request.schema is None:  # else it is the protocol's JSON, of which a reader wants the answer alone
-                notice(DELTAS[kind](text))
-
+        call = HttpRequest("POST", self.endpoint + path, self.headers, options.query, body, options.connect_s,
+                           options.first_byte_s, options.idle_s, options.ca_file)
         for _ in range(MOST_MOVES):
             with self.http.request(call) as reply:
                 moved = moved_to(call.url, reply)
                 if not moved:
-                    chunks = paced(reply.chunks, options.first_byte_s)
-                    return read_reply(reply.status, reply.headers, chunks, request.tools, show)
+                    return read(replace(reply, chunks=paced(reply.chunks, options.first_byte_s)))
             call = replace(call, url=moved)
         raise ModelError(ErrorKind.HTTP, f"it redirects for ever, at last to {call.url}")
 
@@ -4183,6 +4208,57 @@ class HttpModel:
             return listed_facts(get_json(self.http, self.endpoint + self.wire.loaded, self.choice), self.name).window
         except ModelError:  # an old server does not know
             return None
+
+
+def generate(model: HttpModel, request: Request, notice: Callable[[Event], None]) -> Reply:
+    """One reply to a request without tools, in the server's own dialect. Raises ModelError."""
+    dialect = None
+    while True:
+        try:
+            return model.ask(request, dialect, notice)
+        except Refused as refused:  # it only grows, so that this ends
+            dialect = refused.learned.dialect
+
+
+def embed(model: HttpModel, texts: Sequence[str], notice: Callable[[Event], None]) -> list[list[float]]:
+    """A vector for each text, in their order. Raises ModelError, also for vectors that are none."""
+    def read(reply: HttpReply) -> list[list[float]]:
+        body = beginning(reply.chunks, MOST_LINE)
+        if reply.status != 200:
+            raise http_error(reply.status, reply.headers, body)
+        return vectors_in(parsed(body.strip()), len(texts))
+
+    body = {"model": model.name, "input": list(texts)}
+    return model.insist(model.wire.embed_path, lambda dialect: body, read, model.dialect, notice)
+
+
+def vectors_in(told: JSON, count: int) -> list[list[float]]:
+    """The vectors of a reply, by their index. Raises ModelError (schema) unless there are `count` of one length, all
+    of finite numbers."""
+    told = told if isinstance(told, dict) else {}
+    entries = [entry if isinstance(entry, dict) else {} for entry in told.get("data") or ()]
+    entries.sort(key=lambda entry: entry["index"] if type(entry.get("index")) is int else 0)
+    vectors = [unpacked(vector) for vector in told.get("embeddings") or [entry.get("embedding") for entry in entries]]
+    if len(vectors) != count:
+        raise ModelError(ErrorKind.SCHEMA, error_in(told, Place.CHUNK) or f"{len(vectors)} vectors for {count} texts")
+    if len({len(vector) for vector in vectors}) > 1 or not all(vectors):
+        raise ModelError(ErrorKind.SCHEMA, "vectors of no length, or of different lengths")
+    if not all(type(number) in (int, float) and math.isfinite(number) for vector in vectors for number in vector):
+        raise ModelError(ErrorKind.SCHEMA, "a vector with something else than finite numbers")
+    return vectors
+
+
+def unpacked(vector: JSON) -> list[JSON]:
+    """The numbers of a vector: a list, or little-endian 32-bit floats in base64."""
+    import base64
+    import struct
+    if not isinstance(vector, str):
+        return vector if isinstance(vector, list) else []
+    try:
+        data = base64.b64decode(vector, validate=True)
+        return list(struct.unpack(f"<{len(data) // 4}f", data))
+    except (ValueError, struct.error) as error:
+        raise ModelError(ErrorKind.SCHEMA, "a vector that cannot be decoded") from error
 
 
 def paced(chunks: Iterable[bytes], most_s: float) -> Iterator[bytes]:
@@ -4261,9 +4337,9 @@ def retry_wait(error: ModelError, again: Again, tries: int) -> float | None:
 
 def lesson(error: ModelError, dialect: Dialect, write: Callable[[Dialect], JSON]) -> RequestAdapted | None:
     """The first step of the ladder that fits the refusal and changes the request; None where there is none."""
-    if error.status not in ADAPTED_STATUSES:
-        return None
     refused, words = write(dialect), words_of(error)
+    if error.status not in ADAPTED_STATUSES or "messages" not in refused:
+        return None
     for learned in (*(step for pattern, step in LADDER if re.search(pattern, words, re.IGNORECASE | re.DOTALL)),
                     *(RequestAdapted(f"{key!r} is left out of the requests", dialect=Dialect((key,)))
                       for key in unknown_keys(refused, words))):
@@ -4655,8 +4731,9 @@ LADDER = tuple((words, RequestAdapted(change, dialect=dialect)) for words, chang
     (r"\bcontent\b.{0,90}(string|null|empty|required)|(string|null|empty|required).{0,90}\bcontent\b",
      "calls come with a blank as content", Dialect(habits=(Habit.BLANK_CONTENT,))),
 )) + ((r"does not support tools|support tool use|--enable-auto-tool-choice|--jinja|tool.call.parser", TO_JSON),)
-OVERFLOW_WORDS = (r"exceed_context_size_error|context_length_exceeded|maximum context length|context length currently "
-                  r"available|input length exceeds|n_keep|when context the overflows|prompt is too long|too many tokens")
+OVERFLOW_WORDS = (r"exceed_context_size_error|available context size|context_length_exceeded|maximum context length|"
+                  r"context length currently available|input length exceeds|n_keep|when context the overflows|"
+                  r"prompt is too long|too many tokens")
 WRONG_PLACE = r"<!doctype|<html|<title|unexpected endpoint"
 SEND_LESS = "give the model a larger window with --context, or send less"
 AGAIN = (  # the first that speaks of an error counts
@@ -4922,7 +4999,7 @@ def react(session: Session, reply: Reply) -> None:
     if state.empty_replies:
         heed_empty(session)
     elif told_off:
-        session.emit(ModelTold(told_off))
+        session.emit(ModelTold(told_off, reply.text if state.call_mode is CallMode.NATIVE else ""))
     elif reply.said and reply.text:
         session.notice(TextDelta(reply.text))
 

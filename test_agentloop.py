@@ -1132,7 +1132,7 @@ def test_a_refusal_of_the_server_has_its_exit_code(home, status, code, mend):
         ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
     said = "no message" if status == 403 else "because"
     assert (ended.code, ended.stdout) == (code, "") and len(server.requests) == 1
-    assert re.fullmatch(rf"agentloop: model: status {status}: {said}{mend}(; go on with: .*)?\n", ended.stderr)
+    assert re.fullmatch(rf"agentloop: model: status {status}: {said}{re.escape(mend)}(; go on with: .*)?\n", ended.stderr)
 
 
 def test_an_answer_cut_by_its_length_is_no_answer_and_is_asked_for_anew(home):
