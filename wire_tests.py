@@ -314,6 +314,115 @@ def test_what_was_learned_is_said_once_and_kept_by_resume(home):
     assert keys == [["max_tokens"]] + [["max_completion_tokens"]] * 3
 
 
+LONG = "word " * 2000  # about 2,700 tokens by our count: more than four fifths of what a window of 4,096 leaves
+
+
+@pytest.mark.parametrize("counted,code", [(2050, 7), (2051, 7), (900, 7), (2600, 0), (2052, 0)])
+def test_a_prompt_that_the_server_cut_is_exit_7_and_never_an_answer(home, counted, code):
+    usage = {"usage": {"prompt": counted, "completion": 2}}
+    replies = [{"text": "I have no tools.", **usage}, {"text": "I know.", "usage": {"prompt": 2600, "completion": 2}}]
+    with fakeserver.serve(replies, wire=Wire.OLLAMA) as server:
+        ended = agentloop_run(home, "x", "-m", "ollama:m", "--url", server.url, "-t", "none", "-q", "--context", "4096", "--system", LONG)
+        records = [json.loads(line) for line in journal_of(home).read_text().splitlines()]
+        replied = [record for record in records if record["type"] == "model.replied"]
+        assert (ended.code, ended.stdout, replied[0]["text"]) == (code, "" if code else "I have no tools.\n", "I have no tools.")
+        assert replied[0]["finish"] == ("prompt_cut" if code else "stop")
+        if code:
+            again = agentloop_run(home, str(journal_of(home)), "", "-q", command="resume")
+            assert again == Ended(0, "I know.\n", "")
+            assert server.requests[1]["body"]["messages"] == server.requests[0]["body"]["messages"]
+
+
+def test_a_call_in_a_reply_to_a_cut_prompt_never_runs(home):
+    replies = [call("add", a=1, b=1) | {"usage": {"prompt": 2051, "completion": 2}}, {"text": "no", "usage": {"prompt": 2600, "completion": 2}}]
+    with fakeserver.serve(replies, wire=Wire.OLLAMA) as server:
+        flags = ("-m", "ollama:m", "--url", server.url, "-t", "m.toml", *GRANTED, "-q", "--context", "4096", "--system", LONG)
+        assert agentloop_run(home, "x", *flags).code == 7
+        assert agentloop_run(home, str(journal_of(home)), "", *GRANTED, "-q", command="resume").code == 0
+    assert added(home) == []
+
+
+def test_an_empty_reply_is_asked_for_again_then_nudged(home):
+    with fakeserver.serve([call("add", a=1, b=1), {"text": " "}, {"text": "\n"}, {"text": "It is 2."}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q")
+    assert ended == Ended(0, "It is 2.\n", "")
+    first, second, third = [seen["body"]["messages"] for seen in server.requests[1:]]
+    assert first == second and third[:-1] == second and third[-1] == {"role": "user", "content": agentloop.NUDGE}
+
+
+def test_a_model_that_thinks_up_to_its_limit_is_told_of_the_limit(home):
+    with fakeserver.serve([{"text": " ", "finish": "length"}] * 3, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+    assert ended.code == 5 and ended.way_on[-2:] == ["--reply-tokens", "4096"]
+
+
+def test_a_redirect_on_the_same_server_is_followed_and_no_other(home):
+    moved = lambda place: {"status": 308, "headers": {"Location": place}}
+    with fakeserver.serve([moved("/v1/chat/completions"), {"text": "ok"}, moved("http://127.0.0.2:9/v1/chat/completions")], wire=Wire.OPENAI) as server:
+        flags = ("-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", "-q")
+        assert agentloop_run(home, "x", *flags) == Ended(0, "ok\n", "")
+        ended = agentloop_run(home, "x", *flags)
+    assert ended.code == 69 and "it redirects to http://127.0.0.2:9/v1/chat/completions" in ended.stderr
+
+
+def test_a_broken_call_in_text_is_told_off_and_is_no_answer(home):
+    broken = {"text": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'}
+    with fakeserver.serve([broken] * 3, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED, "-q", "--calls", "native")
+    assert (ended.code, ended.stdout, added(home)) == (9, "", [])
+    assert server.requests[2]["body"]["messages"][-1]["content"] == agentloop.UNREADABLE
+
+
+CALL_TEXT = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+QUOTED_CALLS = {
+    "in-backticks": f"You would write `{CALL_TEXT}`", "before-prose": f"{CALL_TEXT} is how it is written.",
+    "in-a-fence": f"For example:\n```\n{CALL_TEXT}\n```", "in-quotes": f'It printed "{CALL_TEXT}', "twice": f"{CALL_TEXT} and then {CALL_TEXT}",
+}
+
+
+@pytest.mark.parametrize("text", QUOTED_CALLS.values(), ids=QUOTED_CALLS)
+def test_a_call_that_is_spoken_about_does_not_run(text):
+    assert agentloop.recover_text_calls(agentloop.Reply(text), QUIRK_TOOLS).calls == ()
+
+
+def test_a_reply_may_end_in_several_calls():
+    reply = agentloop.recover_text_calls(agentloop.Reply(f"I look.\n{CALL_TEXT}\n{CALL_TEXT}\n"), QUIRK_TOOLS)
+    assert (reply.text, [made.name for made in reply.calls]) == ("I look.", ["now", "now"])
+
+
+def test_a_server_whose_model_has_no_tools_is_not_asked_for_them(replay):
+    with replayed_model(replay[1], CASES["ol-stream-call"], "toolless", agentloop.CallMode.AUTO) as model:
+        model.facts = agentloop.Facts(4096, "no")
+        with pytest.raises(agentloop.Refused) as refused:
+            model.ask(question(), None, lambda event: None)
+    assert refused.value.learned.call_mode is agentloop.CallMode.JSON and "ol-stream-call@toolless" not in replay[0].log
+
+
+def test_what_the_user_says_after_a_result_may_stand_in_it():
+    history = (agentloop.Message(Role.USER, "a"), agentloop.Message(Role.USER, "b"), agentloop.Message(Role.TOOL, "r", note="n", call_id="c1"),
+               agentloop.Message(Role.USER, "c"))
+    told = [(message.role, agentloop.wire_content(message)) for message in agentloop.joined(history, D(habits=(H.JOINED_RESULTS,)))]
+    assert told == [("user", "a\n\nb"), ("tool", "r\n[n]\n\nc")]
+    assert [message.text for message in agentloop.joined(history, D())] == ["a\n\nb", "r", "c"]
+
+
+TOLD_WINDOWS = {
+    "vllm": ({"data": [{"id": "m", "max_model_len": 5000}]}, 5000, ""), "bare-list": ([{"id": "m", "context_length": 5000}], 5000, ""),
+    "groq": ({"data": [{"id": "m", "context_window": 5000}]}, 5000, ""), "other": ({"data": [{"id": "x", "max_model_len": 5000}]}, None, ""),
+    "lm-studio": ({"models": [{"key": "m", "loaded_instances": [{"config": {"context_length": 5000}}],
+                               "capabilities": {"trained_for_tool_use": False}}]}, 5000, "no"),
+    "lm-studio-old": ({"data": [{"id": "m", "loaded_context_length": 5000, "capabilities": ["tool_use"]}]}, 5000, "yes"),
+    "latest": ({"models": [{"name": "m:latest", "context_length": 5000}]}, 5000, ""), "null": ({"data": None}, None, ""),
+    "error": ({"error": "Unexpected endpoint or method."}, None, ""), "odd": ({"data": [None, 3, {"id": "m", "max_model_len": "5000"}]}, None, ""),
+    "text": ("no", None, ""), "number": ({"data": 5}, None, ""), "zero": ({"data": [{"id": "m", "max_model_len": 0}]}, None, ""),
+}
+
+
+@pytest.mark.parametrize("told,window,tools", TOLD_WINDOWS.values(), ids=TOLD_WINDOWS)
+def test_the_window_is_found_wherever_a_server_says_it(told, window, tools):
+    assert agentloop.listed_facts(told, "m") == agentloop.Facts(window, tools)
+
+
 # Through the real program: what a tool did to the disk shows which calls ran.
 
 QUIRK_MANIFEST = "".join(f"""
