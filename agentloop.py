@@ -3983,15 +3983,16 @@ TEXT_FORMS = (  # what must stand in the text, what is a call then, and how it i
      r"\s*```.*\Z", named_call),
     ("<｜DSML｜", r"<｜DSML｜tool_calls>\s*<｜DSML｜invoke name=\"([^\"]+)\">(.*?)</｜DSML｜invoke>\s*</｜DSML｜tool_calls>",
      tagged_call),
-    ("<|channel|>", r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)", named_call),
+    ("<|channel|>", r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)",
+     named_call),
     ("```tool_code", r"\A\s*```tool_code\s*(.*?)\s*```\s*\Z", python_calls),
     ("(", r"\A\s*(\[\s*[A-Za-z_][\w.-]*\(.*\)\s*\])\s*\Z", python_calls),
 )
 CLOSING_MARKS = r"</?tool_call>|<\|[a-z_]+\|>"
 CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "[TOOL_REQUEST]", "<|python_tag|>", "<|python_start|>",
               "<｜tool▁call", "<｜DSML｜")  # a text that begins so is no answer
-UNREADABLE = ("Your reply looks like a tool call, but no tool can be called like that. Use the tool calling that you were "
-              "given, with a known tool and valid JSON arguments, or answer in plain words.")
+UNREADABLE = ("Your reply looks like a tool call, but no tool can be called like that. Use the tool calling that you "
+              "were given, with a known tool and valid JSON arguments, or answer in plain words.")
 
 
 @value
@@ -4141,24 +4142,25 @@ class HttpModel:
         self.server = server  # one inside this process lives as long as its model
         self.headers = auth_headers(choice, endpoint)
         self.dialect = HOST_DIALECTS.get(urllib.parse.urlsplit(endpoint).hostname, Dialect())
-        self.tokens = self.allocated = facts.window or ASSUMED_WINDOW
+        self.tokens, self.allocated = facts.window or ASSUMED_WINDOW, 0
         self.sleep = time.sleep
 
     def window(self) -> int:
-        return self.allocated
+        return self.allocated or self.tokens
 
     def ask(self, request: Request, dialect: Dialect | None, notice: Callable[[Event], None]) -> Reply:
         """One accepted reply. Raises Refused when it must be asked for otherwise, ModelError when there is none."""
         if request.tools and self.facts.tools == "no" and self.choice.calls is CallMode.AUTO:
             raise Refused(ModelError(ErrorKind.HTTP, "the server says that the model has no tools"), TO_JSON)
+
         def asked(request: Request) -> Reply:
-            write, read = functools.partial(self.wire.body, self, request), functools.partial(self.read, request, notice)
-            return self.insist(self.wire.path, write, read, dialect or self.dialect, notice)
+            return self.insist(self.wire.path, functools.partial(self.wire.body, self, request),
+                               functools.partial(self.read, request, notice), dialect or self.dialect, notice)
 
         reply = asked(request)
         if request.offer is Offer.ANSWER and reply.calls:
             reply = asked(replace(request, tools=()))
-        if self.wire.loaded and self.allocated == self.tokens:
+        if self.wire.loaded and not self.allocated:
             self.allocated = min(self.tokens, self.loaded_window() or self.tokens)
         return reply
 
@@ -4398,7 +4400,7 @@ def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JS
     with http.request(request) as reply:
         data = beginning(reply.chunks, MOST_PROBE)
         if reply.status != 200:
-            raise with_ending(ModelError(ErrorKind.HTTP, f"{url}: status {reply.status}", reply.status))
+            raise with_ending(http_error(reply.status, reply.headers, data))
     try:
         return json.loads(data)
     except ValueError as error:
@@ -4434,7 +4436,7 @@ def openai_facts(http: Http, endpoint: str, choice: ModelChoice) -> Facts:
         try:
             facts = read(get_json(http, url, choice), choice.name)
         except ModelError as error:  # not every server has it; the request itself will say what is wrong
-            if error.status is None:
+            if error.kind in (ErrorKind.NETWORK, ErrorKind.TIMEOUT):
                 break
             continue
         if facts.window:
@@ -4667,7 +4669,8 @@ def served_models(http: Http, choice: ModelChoice, url: str) -> list[str]:
         told = get_json(http, url + path, choice)
     except ModelError:
         return []
-    return [names_of(entry)[0] for entry in listed(told) if names_of(entry)] if isinstance(told, dict) and key in told else []
+    entries = listed(told) if isinstance(told, dict) and key in told else []
+    return [names_of(entry)[0] for entry in entries if names_of(entry)]
 
 
 def importlib_has(module: str) -> bool:
@@ -4713,8 +4716,10 @@ TO_JSON = RequestAdapted(MOVED_TO_JSON, CallMode.JSON)
 ADAPTED_STATUSES = (400, 404, 422, 500, 501)
 NEEDED_KEYS = ("model", "messages", "tools", "stream", "options", "role", "content", "tool_calls", "tool_call_id",
                "tool_name", "id", "type", "function")
-UNKNOWN_WORDS = (r"unknown|unrecogni[sz]ed|unsupported|not supported|does not support|unavailable|extra_forbidden|extra "
-                 r"(inputs|fields)|not (permitted|allowed)|unexpected|additional propert|invalid (field|parameter)")
+UNKNOWN_WORDS = (r"unknown|unrecogni[sz]ed|unsupported|not supported|does not support|unavailable|extra_forbidden|"
+                 r"extra (inputs|fields)|not (permitted|allowed)|unexpected|additional propert|"
+                 r"invalid (field|parameter)")
+CONTENT_WORDS = r"\bcontent\b.{0,90}(string|null|empty|required)|(string|null|empty|required).{0,90}\bcontent\b"
 LADDER = tuple((words, RequestAdapted(change, dialect=dialect)) for words, change, dialect in (
     (r"max_(completion_)?tokens\W.{0,60}(too large|less than|at most|exceed)|in the completion",
      "a reply may be half as long", Dialect(halvings=1)),
@@ -4726,10 +4731,8 @@ LADDER = tuple((words, RequestAdapted(change, dialect=dialect)) for words, chang
      Dialect(habits=(Habit.RESULT_NAMES,))),
     (r"after role .?tool|\b3230\b", "nothing of the user's follows a result",
      Dialect(habits=(Habit.JOINED_RESULTS,))),
-    (r"\bcontent\b.{0,90}(string|null|empty|required)|(string|null|empty|required).{0,90}\bcontent\b",
-     "calls come with an empty content", Dialect(habits=(Habit.EMPTY_CONTENT,))),
-    (r"\bcontent\b.{0,90}(string|null|empty|required)|(string|null|empty|required).{0,90}\bcontent\b",
-     "calls come with a blank as content", Dialect(habits=(Habit.BLANK_CONTENT,))),
+    (CONTENT_WORDS, "calls come with an empty content", Dialect(habits=(Habit.EMPTY_CONTENT,))),
+    (CONTENT_WORDS, "calls come with a blank as content", Dialect(habits=(Habit.BLANK_CONTENT,))),
 )) + ((r"does not support tools|support tool use|--enable-auto-tool-choice|--jinja|tool.call.parser", TO_JSON),)
 OVERFLOW_WORDS = (r"exceed_context_size_error|available context size|context_length_exceeded|maximum context length|"
                   r"context length currently available|input length exceeds|n_keep|when context the overflows|"

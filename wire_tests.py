@@ -541,6 +541,16 @@ def test_a_text_that_is_too_long_for_a_vector_is_exit_7(replay):
     assert (raised.value.kind, raised.value.code) == ("http", ExitCode.CONTEXT)
 
 
+def test_a_model_that_is_not_there_is_said_before_the_first_token():
+    case = CASES["d-show-tools"] | {"status": 404, "body_chunks": CASES["h-ollama-404-pull"]["body_chunks"]}
+    server, base = replayserver.serve({case["id"]: case}, gap_ms=0)
+    with pytest.raises(agentloop.ModelError) as raised:
+        open_at(case, base, "qwen9")
+    assert 'model "qwen9" not found' in raised.value.what and "--model" in raised.value.mend
+    server.shutdown()
+    server.server_close()
+
+
 BAD_VECTORS = {
     "too-few": {"embeddings": [[1.0]]}, "lengths": {"embeddings": [[1.0], [1.0, 2.0]]}, "empty": {"embeddings": [[], []]},
     "infinite": {"embeddings": [[1.0], [float("inf")]]}, "text": {"data": [{"embedding": "?"}, {"embedding": "AACAPw=="}]},
