@@ -318,10 +318,6 @@ class ModelError(AgentLoopError):
         self.kind, self.status, self.body, self.retry_after = kind, status, body, retry_after
 
 
-class NoToolSupport(ModelError):
-    """The server says that it, or the model, cannot call tools."""
-
-
 class ToolError(AgentLoopError):
     """A call that cannot be carried out: a message for the model, never the end of the run."""
 
@@ -594,7 +590,7 @@ class SessionStarted(Value):
 
 @value
 class ModelReplied(Value):
-    """One reply. `no_tool` and an empty one never enter the history, and are no turns."""
+    """One reply. `no_tool`, an empty one and one to a cut prompt never enter the history, and are no turns."""
 
     turn: int
     text: str
@@ -610,6 +606,31 @@ class ModelReplied(Value):
     no_tool: bool = False
 
 
+class Habit(StrEnum):
+    """How messages are written for a server that refuses the usual way."""
+
+    EMPTY_CONTENT = "empty_content"  # "" where a message is calls alone, not null
+    BLANK_CONTENT = "blank_content"  # one blank, for those that take neither
+    EMPTY_REASONING = "empty_reasoning"  # reasoning_content even where there was none
+    FRESH_IDS = "fresh_ids"  # none of the server's own ids
+    RESULT_NAMES = "result_names"  # a result carries the name of its tool
+    JOINED_RESULTS = "joined_results"  # what the user says after a result stands in the result
+
+
+@value
+class Dialect(Value):
+    """How requests are written for one server. It only ever grows, so that learning it comes to an end."""
+
+    dropped: tuple[str, ...] = ()  # keys of the body and of its messages
+    habits: tuple[Habit, ...] = ()
+    halvings: int = 0  # of a reply's token limit
+
+    def grown(self, more: Dialect) -> Dialect:
+        """This one and `more` of it."""
+        return Dialect(tuple(dict.fromkeys(self.dropped + more.dropped)),
+                       tuple(dict.fromkeys(self.habits + more.habits)), self.halvings + more.halvings)
+
+
 @value
 class RequestAdapted(Value):
     """What was learned of the server or the model; it holds for the session."""
@@ -617,13 +638,16 @@ class RequestAdapted(Value):
     change: str
     call_mode: CallMode | None = None
     reason: str = ""
+    dialect: Dialect | None = None  # the whole of it
 
 
 @value
 class ModelTold(Value):
-    """Text that the loop adds to the history. After the `last` one only an answer may follow."""
+    """Text that the loop adds to the history. `said` is the reply it answers, where that was a broken call. After the
+    `last` one only an answer may follow."""
 
     text: str
+    said: str = ""
     last: bool = False
 
 
@@ -823,6 +847,7 @@ class State(Value):
     started: SessionStarted | None = None
     limits: Limits = Limits()
     call_mode: CallMode = CallMode.NATIVE
+    dialect: Dialect | None = None  # what was learned of it
     history: tuple[Message, ...] = ()
     batch: tuple[ToolCall, ...] = ()
     decided: Mapping[str, CallDecided] = field(default_factory=dict)
@@ -883,8 +908,10 @@ def apply_started(state: State, event: SessionStarted) -> State:
 def apply_replied(state: State, event: ModelReplied) -> State:
     state = replace(state, usage=Usage(add(state.usage.prompt, event.usage.prompt),
                                        add(state.usage.completion, event.usage.completion)),
-                    calibration=calibrated(state.calibration, event), last_reply=event,
-                    replies=state.replies + 1)
+                    last_reply=event, replies=state.replies + 1)
+    if event.finish == PROMPT_CUT:
+        return replace(state, calls_made=state.calls_made + len(event.calls))
+    state = replace(state, calibration=calibrated(state.calibration, event))
     if event.no_tool:
         said = (Message(Role.ASSISTANT, said=event.said), Message(Role.USER, THEN_ANSWER))
         return replace(state, no_tool=True, history=(*state.messages, *said), batch=(), empty_replies=0)
@@ -900,11 +927,13 @@ def apply_replied(state: State, event: ModelReplied) -> State:
 def apply_told(state: State, event: ModelTold) -> State:
     closed = close_batch(state)
     return replace(closed, history=(*closed.history, Message(Role.USER, event.text)), answered=False,
-                   answer_only=event.last, told_off=state.told_off + (not event.last))
+                   answer_only=event.last, told_off=state.told_off + (not event.last),
+                   broken_batches=state.broken_batches + bool(event.said))
 
 
 def apply_adapted(state: State, event: RequestAdapted) -> State:
-    return replace(state, call_mode=event.call_mode or state.call_mode, broken_batches=0,
+    return replace(state, call_mode=event.call_mode or state.call_mode, dialect=event.dialect or state.dialect,
+                   broken_batches=0 if event.call_mode else state.broken_batches,
                    warnings=(*state.warnings, event.change))
 
 
@@ -1032,6 +1061,7 @@ REPEAT_NOTES = ("", "", "You have this result already. Answer, or call another t
 THEN_ANSWER = "Then answer."
 NOT_RUN = "not run: the session stopped before it"
 CUT = "length"  # how both wires say that a reply ended at its token limit
+PROMPT_CUT = "prompt_cut"  # how a reply is marked that answers a part of its prompt alone
 FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
          RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
          ToolSpawned: apply_spawned, ToolFinished: apply_result, AgentStep: apply_agent,
@@ -3926,9 +3956,9 @@ def frame(state: State, registry: Registry, offer: Offer) -> Request:
 
 
 def complaint(state: State, reply: Reply) -> str:
-    """What to tell a model whose answer is none under the constrained protocol; "" to take the answer."""
-    if state.call_mode is not CallMode.JSON or not state.answered:
-        return ""
+    """What to tell a model whose answer is none; "" to take the answer."""
+    if not state.answered or state.call_mode is CallMode.NATIVE:
+        return reply.problem
     if reply.problem and state.told_off < 1:
         return reply.problem
     known = [line for _, lines in sources_of(state) for line in lines]
@@ -4028,7 +4058,7 @@ class ScriptModel:
     def window(self) -> int:
         return self.tokens
 
-    def ask(self, request: Request, notice: Callable[[Event], None]) -> Reply:
+    def ask(self, request: Request, dialect: Dialect | None, notice: Callable[[Event], None]) -> Reply:
         """The next reply of the script. Raises RunEnded (exit 11) at its end, ConfigError for a bad line."""
         where = f"{self.name}:{request.number + 1}"
         if request.number >= len(self.lines):
@@ -4088,7 +4118,7 @@ class ReplayModel:
     def window(self) -> int:
         return self.started.options.model.context or ASSUMED_WINDOW
 
-    def ask(self, request: Request, notice: Callable[[Event], None]) -> Reply:
+    def ask(self, request: Request, dialect: Dialect | None, notice: Callable[[Event], None]) -> Reply:
         """The recorded reply to this very request. Raises RunEnded (exit 11) where the request differs, saying where."""
         if request.number >= len(self.replies):
             raise RunEnded(f"the recording has {len(self.replies)} replies and no further one", self.name,
@@ -4129,12 +4159,17 @@ def fitted_estimate(request: Request, state: State, window: int) -> int:
     """Our count of the request's tokens. Raises RunEnded (exit 7) when it cannot fit the window."""
     estimate = sum(message_facts(message)[1] for message in request.messages)
     estimate += estimate_tokens(compact(request.tools)) if request.tools else 0
-    budget = window - min(request.reply_tokens, window // 4)
+    budget = prompt_budget(request, window)
     if estimate * state.calibration > budget:
         raise RunEnded(f"the history needs about {estimate * state.calibration:,.0f} tokens and the window of "
                        f"{window:,} leaves {budget:,}", code=ExitCode.CONTEXT,
                        mend="give the model a larger window with --context, or send less")
     return estimate
+
+
+def prompt_budget(request: Request, window: int) -> int:
+    """The tokens that a window leaves beside the reply."""
+    return window - min(request.reply_tokens, window // 4)
 
 
 def message_facts(message: Message) -> tuple[str, int]:
@@ -4642,7 +4677,7 @@ def coerced_value(told: JSON, value: JSON) -> JSON:
 DONE = object()
 SSE_FIELDS = (b"", b"data", b"event", b"id", b"retry", b"error")
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
-ECHOED_KEYS = ("reasoning_content",)  # DeepSeek refuses a history without it
+ECHOED_KEYS = ("reasoning_content",)  # DeepSeek refuses a history without it, Mistral one with it
 MOST_LINE, MOST_ERROR = 64_000_000, 64_000  # bytes
 REPAIRS = (unfenced, first_object, escaped_controls, without_comma, python_literal)
 COERCIONS = {"integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,)}
@@ -4652,16 +4687,28 @@ COERCIONS = {"integer": (int,), "number": (int, float), "boolean": (bool,), "arr
 
 
 def recover_text_calls(reply: Reply, tools: Sequence[ToolSpec]) -> Reply:
-    """The reply with the calls that stand in its text: only where no structured call came, only for known tools,
-    and only when the arguments of every one are valid. Else it stays what it was, a text."""
-    known = {spec.name: spec for spec in tools}
-    for pattern, read in TEXT_FORMS if not reply.calls and len(reply.text) < MOST_TEXT_CALL else ():
-        found = list(re.finditer(pattern, reply.text, re.DOTALL))
+    """The reply with the calls that its text ends in: only where no structured call came, only for known tools, and
+    only when the arguments of every one are valid. What looks like a call and is none of these is a problem."""
+    known, text, problem = {spec.name: spec for spec in tools}, reply.text, ""
+    if reply.calls or not tools or len(text) > MOST_TEXT_CALL:
+        return reply
+    for mark, pattern, read in TEXT_FORMS:
+        found = list(re.finditer(pattern, text, re.DOTALL)) if mark in text else []
         calls = [call for match in found for call in text_calls(read, match, known)]
-        if calls and all(valid_text_call(call, known) for call in calls):
-            rest = re.sub(r"</?tool_call>", "", re.sub(pattern, "", reply.text, flags=re.DOTALL)).strip()
-            return replace(reply, text=rest, calls=tuple(calls))
-    return reply
+        if not calls or not ends_in(text, found):
+            continue
+        if all(valid_text_call(call, known) for call in calls):
+            before = re.sub(r"</?tool_call>", "", text[:found[0].start()]).strip()
+            return replace(reply, text=before, calls=tuple(calls))
+        problem = UNREADABLE if all(call.name for call in calls) else problem
+    return replace(reply, problem=problem or (UNREADABLE if text.lstrip().startswith(CALL_MARKS) else ""))
+
+
+def ends_in(text: str, found: Sequence[re.Match[str]]) -> bool:
+    """Whether the text ends in these matches. What stands in the midst of prose, or in quotes, is spoken about."""
+    between = zip([match.end() for match in found], [*(match.start() for match in found[1:]), len(text)])
+    rest = "".join(text[start:end] for start, end in between)
+    return text[:found[0].start()][-1:] not in tuple("`'\"") and not re.sub(CLOSING_MARKS, "", rest).strip()
 
 
 def text_calls(read: Callable[[re.Match[str]], list[tuple[str, JSON]]], match: re.Match[str],
@@ -4716,21 +4763,29 @@ def python_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
 
 
 MOST_TEXT_CALL = 32_000  # characters: a longer text is no call, and could be made to take for ever
-TEXT_FORMS = (  # what, and how it is read; tried in this order
-    (r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)(?:\{.*\}$)?", json_calls),
-    (r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", tagged_call),
-    (r"\A\s*```(?:json)?\s*([\[{].*[\]}])\s*```\s*\Z", json_calls),
-    (r"\A\s*(\{.*\})\s*\Z", json_calls),
-    (r"<\|python_(?:tag|start)\|>\s*(\{.*?\})\s*(?:<\|[a-z_]+\|>|$)", json_calls),
-    (r"\[TOOL_CALLS\]\s*(\[.*\])\s*$", json_calls),
-    (r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[ARGS\])?\s*(\{.*\})", named_call),
-    (r"\[TOOL_REQUEST\]\s*(\{.*?\})\s*\[END_TOOL_REQUEST\]", json_calls),
-    (r"(?:<｜tool▁calls▁begin｜>)?(?:<｜tool▁call▁begin｜>)?\w*<｜tool▁sep｜>([\w.-]+)\s*```json\s*(\{.*?\})\s*```.*\Z", named_call),
-    (r"<｜DSML｜tool_calls>\s*<｜DSML｜invoke name=\"([^\"]+)\">(.*?)</｜DSML｜invoke>\s*</｜DSML｜tool_calls>", tagged_call),
-    (r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)", named_call),
-    (r"\A\s*```tool_code\s*(.*?)\s*```\s*\Z", python_calls),
-    (r"\A\s*(\[\s*[A-Za-z_][\w.-]*\(.*\)\s*\])\s*\Z", python_calls),
+TEXT_FORMS = (  # what must stand in the text, what is a call then, and how it is read; tried in this order
+    ("<tool_call>", r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)(?:\{.*\}$)?", json_calls),
+    ("<function=", r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", tagged_call),
+    ("```", r"\A\s*```(?:json)?\s*([\[{].*[\]}])\s*```\s*\Z", json_calls),
+    ("{", r"\A\s*(\{.*\})\s*\Z", json_calls),
+    ("<|python_", r"<\|python_(?:tag|start)\|>\s*(\{.*?\})\s*(?:<\|[a-z_]+\|>|$)", json_calls),
+    ("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(\[.*\])\s*$", json_calls),
+    ("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[ARGS\])?\s*(\{.*\})", named_call),
+    ("[TOOL_REQUEST]", r"\[TOOL_REQUEST\]\s*(\{.*?\})\s*\[END_TOOL_REQUEST\]", json_calls),
+    ("<｜tool▁sep｜>", r"(?:<｜tool▁calls▁begin｜>)?(?:<｜tool▁call▁begin｜>)?\w*<｜tool▁sep｜>([\w.-]+)\s*```json\s*(\{.*?\})"
+     r"\s*```.*\Z", named_call),
+    ("<｜DSML｜", r"<｜DSML｜tool_calls>\s*<｜DSML｜invoke name=\"([^\"]+)\">(.*?)</｜DSML｜invoke>\s*</｜DSML｜tool_calls>",
+     tagged_call),
+    ("<|channel|>", r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)",
+     named_call),
+    ("```tool_code", r"\A\s*```tool_code\s*(.*?)\s*```\s*\Z", python_calls),
+    ("(", r"\A\s*(\[\s*[A-Za-z_][\w.-]*\(.*\)\s*\])\s*\Z", python_calls),
 )
+CLOSING_MARKS = r"</?tool_call>|<\|[a-z_]+\|>"
+CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "[TOOL_REQUEST]", "<|python_tag|>", "<|python_start|>",
+              "<｜tool▁call", "<｜DSML｜")  # a text that begins so is no answer
+UNREADABLE = ("Your reply looks like a tool call, but no tool can be called like that. Use the tool calling that you "
+              "were given, with a known tool and valid JSON arguments, or answer in plain words.")
 
 
 @value
@@ -4750,20 +4805,20 @@ class ModelChoice(Value):
 class OllamaWire:
     """Ollama's native API. Its own /v1 loses errors in mid-stream and cannot set the window."""
 
-    path = "/api/chat"
+    path, embed_path, loaded = "/api/chat", "/api/embed", "/api/ps"
 
-    def body(self, model: HttpModel, request: Request) -> JSON:
-        options = {"num_ctx": model.window(), "num_predict": request.reply_tokens}
-        body = {"model": model.name, "stream": model.options.stream, "messages": self.messages(request.messages),
-                "options": options, "keep_alive": "10m", "truncate": False, "shift": False}
+    def body(self, model: HttpModel, request: Request, dialect: Dialect) -> JSON:
+        options = {"num_ctx": model.tokens, "num_predict": reply_limit(request, dialect)}
+        body = {"model": model.name, "stream": model.options.stream, "options": options, "keep_alive": "10m",
+                "messages": self.messages(joined(request.messages, dialect)), "truncate": False, "shift": False}
         if request.tools and request.offer is not Offer.ANSWER:
             body["tools"] = wire_tools(request.tools)
         if request.schema is not None:
             body["format"] = request.schema
             options["temperature"] = 0
-        return body
+        return without(body, dialect.dropped)
 
-    def messages(self, messages: Sequence[Message]) -> list[JSON]:
+    def messages(self, messages: Iterable[Message]) -> list[JSON]:
         told = []
         for message in messages:
             entry = {"role": str(message.role), "content": wire_content(message), **(message.echo or {})}
@@ -4778,15 +4833,17 @@ class OllamaWire:
 
 
 class OpenAIWire:
-    """`/v1/chat/completions`, in the form that every server studied accepts."""
+    """`/v1/chat/completions`, in the form that every server studied accepts, or in its own dialect."""
 
-    path = "/chat/completions"
+    path, embed_path, loaded = "/chat/completions", "/embeddings", ""
 
-    def body(self, model: HttpModel, request: Request) -> JSON:
-        body = {"model": model.name, "stream": model.options.stream, "messages": self.messages(request.messages)}
+    def body(self, model: HttpModel, request: Request, dialect: Dialect) -> JSON:
+        body = {"model": model.name, "stream": model.options.stream,
+                "messages": self.messages(list(joined(request.messages, dialect)), dialect)}
         if model.options.stream:
             body["stream_options"] = {"include_usage": True}
-        body["max_completion_tokens" if "api.openai.com" in model.endpoint else "max_tokens"] = request.reply_tokens
+        for key in [key for key in LIMIT_KEYS if key not in dialect.dropped][:1]:
+            body[key] = reply_limit(request, dialect)
         if request.tools:
             body["tools"] = wire_tools(request.tools)
             if request.offer is Offer.ANSWER:
@@ -4794,24 +4851,58 @@ class OpenAIWire:
         if request.schema is not None:
             form = {"name": "reply", "schema": request.schema, "strict": True}
             body |= {"response_format": {"type": "json_schema", "json_schema": form}, "temperature": 0}
-        return body
+        return without(body, dialect.dropped)
 
-    def messages(self, messages: Sequence[Message]) -> list[JSON]:
-        ids, told = wire_ids(messages), []
+    def messages(self, messages: Sequence[Message], dialect: Dialect) -> list[JSON]:
+        ids, told = wire_ids(messages, dialect), []
+        bare = next((text for habit, text in BARE_CONTENT.items() if habit in dialect.habits), None)
         for message in messages:
             entry: dict[str, JSON] = {"role": str(message.role), "content": wire_content(message)}
             if message.role is Role.ASSISTANT:
-                entry |= message.echo or {}
+                empty = {"reasoning_content": ""} if Habit.EMPTY_REASONING in dialect.habits else {}
+                entry |= empty | (message.echo or {})
             if message.calls and not message.said:
-                entry["content"] = message.text or None
+                entry["content"] = message.text or bare
                 entry["tool_calls"] = [
                     {"id": ids[call.id], "type": "function", **(call.extra or {}),
                      "function": {"name": call.name, "arguments": json.dumps(call.arguments or {})}}
                     for call in message.calls]
             if message.role is Role.TOOL:
                 entry["tool_call_id"] = ids[message.call_id]
+                entry |= {"name": message.name} if Habit.RESULT_NAMES in dialect.habits else {}
             told.append(entry)
         return told
+
+
+def reply_limit(request: Request, dialect: Dialect) -> int:
+    """The token limit of the reply, less where the server found it too large."""
+    return max(min(request.reply_tokens, LEAST_REPLY), request.reply_tokens >> dialect.halvings)
+
+
+def joined(messages: Iterable[Message], dialect: Dialect) -> Iterator[Message]:
+    """The messages without two of the user's in a row, which many templates refuse."""
+    hosts = (Role.USER, Role.TOOL) if Habit.JOINED_RESULTS in dialect.habits else (Role.USER,)
+    last = None
+    for message in messages:
+        if last and message.role is Role.USER and last.role in hosts:
+            last = replace(last, text=f"{wire_content(last)}\n\n{message.text}", note="")
+            continue
+        if last:
+            yield last
+        last = message
+    if last:
+        yield last
+
+
+def without(body: JSON, dropped: Sequence[str]) -> JSON:
+    """The body with those keys left out, of itself, of its messages and of their calls."""
+    if not dropped:
+        return body
+    kept = {key: value for key, value in body.items() if key not in dropped}
+    for key in ("messages", "tool_calls"):
+        if key in kept:
+            kept[key] = [without(item, dropped) for item in kept[key]]
+    return kept
 
 
 def wire_content(message: Message) -> str:
@@ -4824,82 +4915,258 @@ def wire_tools(specs: Sequence[ToolSpec]) -> list[JSON]:
                                               "parameters": spec.parameters}} for spec in specs]
 
 
-def wire_ids(messages: Sequence[Message]) -> dict[str, str]:
+def wire_ids(messages: Sequence[Message], dialect: Dialect) -> dict[str, str]:
     """The id of each call on the wire: the server's own where it is new, else nine alphanumerics, which all take."""
     ids: dict[str, str] = {}
-    for message in messages:
-        for call in message.calls:
-            fresh = call.wire_id and call.wire_id not in ids.values()
-            ids[call.id] = call.wire_id if fresh else f"call{int(call.id[1:]):05d}"
+    used = {""}
+    for call in [call for message in messages for call in message.calls]:
+        own = "" if Habit.FRESH_IDS in dialect.habits else call.wire_id
+        number = f"{int(call.id[1:]):05d}"
+        ids[call.id] = next(name for name in (own, f"call{number}", f"made{number}") if name not in used)
+        used.add(ids[call.id])
     return ids
 
 
 class HttpModel:
     """A model behind one of the two wires."""
 
-    def __init__(self, choice: ModelChoice, wire: Any, http: Http, endpoint: str, tokens: int,
+    def __init__(self, choice: ModelChoice, wire: Any, http: Http, endpoint: str, facts: Facts,
                  warnings: tuple[str, ...] = (), server: Any = None):
         self.provider, self.name, self.options, self.wire = choice.provider, choice.name, choice.options, wire
-        self.http, self.endpoint, self.tokens, self.warnings = http, endpoint, tokens, warnings
+        self.http, self.endpoint, self.choice, self.facts, self.warnings = http, endpoint, choice, facts, warnings
         self.server = server  # one inside this process lives as long as its model
         self.headers, self.query = auth_headers(choice, endpoint), choice.query
+        self.dialect = HOST_DIALECTS.get(urllib.parse.urlsplit(endpoint).hostname, Dialect())
+        self.tokens, self.allocated = facts.window or ASSUMED_WINDOW, 0
+        self.sleep = time.sleep
 
     def window(self) -> int:
-        return self.tokens
+        return self.allocated or self.tokens
 
-    def ask(self, request: Request, notice: Callable[[Event], None]) -> Reply:
-        """One accepted reply. Raises ModelError with its exit code when there is none to be had."""
-        reply = self.insist(request, notice)
+    def ask(self, request: Request, dialect: Dialect | None, notice: Callable[[Event], None]) -> Reply:
+        """One accepted reply. Raises Refused when it must be asked for otherwise, ModelError when there is none."""
+        if request.tools and self.facts.tools == "no" and self.choice.calls is CallMode.AUTO:
+            raise Refused(ModelError(ErrorKind.HTTP, "the server says that the model has no tools"), TO_JSON)
+
+        def asked(request: Request) -> Reply:
+            return self.insist(self.wire.path, functools.partial(self.wire.body, self, request),
+                               functools.partial(self.read, request, notice), dialect or self.dialect, notice)
+
+        reply = asked(request)
         if request.offer is Offer.ANSWER and reply.calls:
-            reply = self.insist(replace(request, tools=()), notice)
+            reply = asked(replace(request, tools=()))
+        if self.wire.loaded and not self.allocated:
+            self.allocated = min(self.tokens, self.loaded_window() or self.tokens)
         return reply
 
-    def insist(self, request: Request, notice: Callable[[Event], None]) -> Reply:
-        """Asks again where that may help, as often as RETRIES says. A turn is never repeated."""
-        for tries in itertools.count(1):
-            try:
-                return self.once(request, notice)
-            except ModelError as error:
-                wait = retry_wait(error, tries)
-                if wait is None or wait >= self.http.deadline.left():
-                    raise with_code(error) from error
-                notice(ModelRetried(error.what, wait))
-                time.sleep(wait)
-
-    def once(self, request: Request, notice: Callable[[Event], None]) -> Reply:
-        options = self.options
-        call = HttpRequest("POST", self.endpoint + self.wire.path, self.headers, self.query,
-                           self.wire.body(self, request), options.connect_s, options.first_byte_s, options.idle_s,
-                           options.ca_file)
+    def read(self, request: Request, notice: Callable[[Event], None], reply: HttpReply) -> Reply:
         def show(kind: str, text: str) -> None:
             if request.schema is None:  # else it is the protocol's JSON, of which a reader wants the answer alone
                 notice(DELTAS[kind](text))
 
-        with self.http.request(call) as reply:
-            return read_reply(reply.status, reply.headers, reply.chunks, request.tools, show)
+        return read_reply(reply.status, reply.headers, reply.chunks, request.tools, show)
+
+    def insist(self, path: str, write: Callable[[Dialect], JSON], read: Callable[[HttpReply], Any], dialect: Dialect,
+               notice: Callable[[Event], None]) -> Any:
+        """What `read` makes of the answer to what `write` writes. Asks again where that may help, as often as AGAIN
+        says; a turn is never repeated."""
+        tries: dict[Again, int] = {}
+        while True:
+            try:
+                return self.exchange(path, write(dialect), read)
+            except ModelError as error:
+                learned = lesson(error, dialect, write)
+                if learned:
+                    raise Refused(error, learned) from error
+                again = next(rule for rule in AGAIN if concerns(rule, error))
+                tries[again] = tries.get(again, 0) + 1
+                wait = retry_wait(error, again, tries[again])
+                if wait is None or wait >= self.http.deadline.left():
+                    raise with_ending(error) from error
+                notice(ModelRetried(error.what, wait))
+                self.sleep(wait)
+
+    def exchange(self, path: str, body: JSON, read: Callable[[HttpReply], Any]) -> Any:
+        """What `read` makes of the answer to one request, which may be sent on to another path of the same server."""
+        options = self.options
+        call = HttpRequest("POST", self.endpoint + path, self.headers, self.query, body, options.connect_s,
+                           options.first_byte_s, options.idle_s, options.ca_file)
+        for _ in range(MOST_MOVES):
+            with self.http.request(call) as reply:
+                moved = moved_to(call.url, reply)
+                if not moved:
+                    return read(replace(reply, chunks=paced(reply.chunks, options.first_byte_s)))
+            call = replace(call, url=moved)
+        raise ModelError(ErrorKind.HTTP, f"it redirects for ever, at last to {call.url}")
+
+    def loaded_window(self) -> int | None:
+        """The window that was really allocated: a server gives no more than its memory bears, and does not say so."""
+        try:
+            return listed_facts(get_json(self.http, self.endpoint + self.wire.loaded, self.choice), self.name).window
+        except ModelError:  # an old server does not know
+            return None
 
 
-def retry_wait(error: ModelError, tries: int) -> float | None:
+def generate(model: HttpModel, request: Request, notice: Callable[[Event], None]) -> Reply:
+    """One reply to a request without tools, in the server's own dialect. Raises ModelError."""
+    dialect = None
+    while True:
+        try:
+            return model.ask(request, dialect, notice)
+        except Refused as refused:  # it only grows, so that this ends
+            dialect = refused.learned.dialect
+
+
+def embed(model: HttpModel, texts: Sequence[str], notice: Callable[[Event], None]) -> list[list[float]]:
+    """A vector for each text, in their order. Raises ModelError, also for vectors that are none."""
+    def read(reply: HttpReply) -> list[list[float]]:
+        body = beginning(reply.chunks, MOST_LINE)
+        if reply.status != 200:
+            raise http_error(reply.status, reply.headers, body)
+        return vectors_in(parsed(body.strip()), len(texts))
+
+    body = {"model": model.name, "input": list(texts)}
+    return model.insist(model.wire.embed_path, lambda dialect: body, read, model.dialect, notice)
+
+
+def vectors_in(told: JSON, count: int) -> list[list[float]]:
+    """The vectors of a reply, by their index. Raises ModelError (schema) unless there are `count` of one length, all
+    of finite numbers."""
+    told = told if isinstance(told, dict) else {}
+    entries = [entry if isinstance(entry, dict) else {} for entry in told.get("data") or ()]
+    entries.sort(key=lambda entry: entry["index"] if type(entry.get("index")) is int else 0)
+    vectors = [unpacked(vector) for vector in told.get("embeddings") or [entry.get("embedding") for entry in entries]]
+    if len(vectors) != count:
+        raise ModelError(ErrorKind.SCHEMA, error_in(told, Place.CHUNK) or f"{len(vectors)} vectors for {count} texts")
+    if len({len(vector) for vector in vectors}) > 1 or not all(vectors):
+        raise ModelError(ErrorKind.SCHEMA, "vectors of no length, or of different lengths")
+    if not all(type(number) in (int, float) and math.isfinite(number) for vector in vectors for number in vector):
+        raise ModelError(ErrorKind.SCHEMA, "a vector with something else than finite numbers")
+    return vectors
+
+
+def unpacked(vector: JSON) -> list[JSON]:
+    """The numbers of a vector: a list, or little-endian 32-bit floats in base64."""
+    import base64
+    import struct
+    if not isinstance(vector, str):
+        return vector if isinstance(vector, list) else []
+    try:
+        data = base64.b64decode(vector, validate=True)
+        return list(struct.unpack(f"<{len(data) // 4}f", data))
+    except (ValueError, struct.error) as error:
+        raise ModelError(ErrorKind.SCHEMA, "a vector that cannot be decoded") from error
+
+
+def paced(chunks: Iterable[bytes], most_s: float) -> Iterator[bytes]:
+    """The chunks. Raises ModelError (timeout) where nothing but keep-alive comments comes for so long."""
+    heard = time.monotonic()
+    for chunk in chunks:
+        now = time.monotonic()
+        if not KEEP_ALIVE.fullmatch(chunk):
+            heard = now
+        elif now - heard > most_s:
+            raise ModelError(ErrorKind.TIMEOUT, f"nothing but keep-alive comments for {most_s:.0f} seconds")
+        yield chunk
+
+
+def moved_to(url: str, reply: HttpReply) -> str:
+    """Where a 307 or 308 sends the request, if that is the same server; "" for all else. (A 301 loses the body.)"""
+    if reply.status not in (307, 308):
+        return ""
+    target = urllib.parse.urljoin(url, reply.headers.get("location", ""))
+    return target if urllib.parse.urlsplit(target)[:2] == urllib.parse.urlsplit(url)[:2] else ""
+
+
+# ── Refusals: what may help, how often, and how they end a run ──
+
+
+class Refused(ModelError):
+    """The server refuses the request as it is written; `learned` says how it may take it."""
+
+    def __init__(self, error: ModelError, learned: RequestAdapted):
+        super().__init__(error.kind, error.what, error.status, error.body)
+        self.learned = replace(learned, reason=error.what)
+
+
+@value
+class Again(Value):
+    """Errors after which the same request may be made again: how often, and after how many seconds."""
+
+    most: int
+    waits: tuple[float, ...] = (0.0,)  # the last one for all further ones
+    words: str = ""
+    statuses: tuple[int, ...] = ()
+    kinds: tuple[ErrorKind, ...] = ()
+
+
+@value
+class Ending(Value):
+    """Errors that end a run: the exit code, and what to do."""
+
+    code: ExitCode
+    mend: str = ""
+    words: str = ""
+    statuses: tuple[int, ...] = ()
+    kinds: tuple[ErrorKind, ...] = ()
+
+
+def concerns(rule: Again | Ending, error: ModelError) -> bool:
+    """Whether a rule speaks of this error."""
+    return ((not rule.statuses or error.status in rule.statuses) and (not rule.kinds or error.kind in rule.kinds)
+            and (not rule.words or re.search(rule.words, words_of(error), re.IGNORECASE | re.DOTALL) is not None))
+
+
+def words_of(error: ModelError) -> str:
+    """All that an error says; JSON within a string is laid open."""
+    return f"{error.what}\n{error.body}".replace("\\", "")
+
+
+def retry_wait(error: ModelError, again: Again, tries: int) -> float | None:
     """How many seconds to wait before the next try; None when there is none."""
-    if error.status in (429, 503) and error.retry_after is not None:
-        return error.retry_after if tries <= 4 and error.retry_after <= MOST_WAIT else None
-    if "insufficient_quota" in error.body:
+    if tries > again.most:
         return None
-    if error.status == 503 and "Loading model" in error.body:  # llama-server, until the model is there
-        return 1.0 if tries <= 300 else None
-    if error.status in RETRIED_STATUSES:
-        return float(2 ** (tries - 1)) if tries <= 4 else None
-    again = 2 if error.kind in (ErrorKind.MODEL_ERROR, ErrorKind.JSON) else 1 if error.kind is ErrorKind.NETWORK else 0
-    return 0.0 if tries <= again and error.status in (None, 200) else None
+    wait = again.waits[min(tries, len(again.waits)) - 1]
+    if error.retry_after is not None and wait:
+        return error.retry_after if error.retry_after <= MOST_WAIT else None
+    return wait * (1 + os.urandom(1)[0] / 1024)  # not all clients at once
 
 
-def with_code(error: ModelError) -> ModelError:
-    """The error with the exit code that its status and its words say."""
-    if any(word in error.body for word in NO_TOOLS_WORDS):
-        return NoToolSupport(error.kind, error.what, error.status, error.body)
-    overflow = any(word in error.body for word in OVERFLOW_WORDS)
-    error.code = ExitCode.CONTEXT if overflow else STATUS_CODES.get(error.status, error.code)
+def lesson(error: ModelError, dialect: Dialect, write: Callable[[Dialect], JSON]) -> RequestAdapted | None:
+    """The first step of the ladder that fits the refusal and changes the request; None where there is none."""
+    refused, words = write(dialect), words_of(error)
+    if error.status not in ADAPTED_STATUSES or "messages" not in refused:
+        return None
+    for learned in (*(step for pattern, step in LADDER if re.search(pattern, words, re.IGNORECASE | re.DOTALL)),
+                    *(RequestAdapted(f"{key!r} is left out of the requests", dialect=Dialect((key,)))
+                      for key in unknown_keys(refused, words))):
+        if learned.call_mode and "tools" in refused:
+            return learned
+        grown = dialect.grown(learned.dialect or Dialect())
+        if write(grown) != refused:
+            return replace(learned, dialect=grown)
+    return None
+
+
+def unknown_keys(body: JSON, words: str) -> list[str]:
+    """The keys that we sent and that the server does not know or take."""
+    if not re.search(UNKNOWN_WORDS, words, re.IGNORECASE):
+        return []
+    calls = [call for message in body["messages"] for call in message.get("tool_calls", ())]
+    keys = dict.fromkeys(key for entry in (body, *body["messages"], *calls) for key in entry if key not in NEEDED_KEYS)
+    return [key for key in keys if re.search(rf"(?<!\w){key}(?!\w)", words)]
+
+
+def with_ending(error: ModelError) -> ModelError:
+    """The error with the exit code that its status and its words say, and with what to do."""
+    ending = next((rule for rule in ENDINGS if concerns(rule, error)), Ending(error.code))
+    error.code, error.mend = ending.code, ending.mend
+    if error.code is ExitCode.BUSY and (error.retry_after or 0) > MOST_WAIT:
+        error.mend = f"it asks to wait {error.retry_after:,.0f} seconds"
     return error
+
+
+# ── Where a model is, and what its server says of it ──
 
 
 def auth_headers(choice: ModelChoice, endpoint: str) -> dict[str, str]:
@@ -4912,6 +5179,14 @@ def auth_headers(choice: ModelChoice, endpoint: str) -> dict[str, str]:
     return {**bearer, **choice.headers}
 
 
+@value
+class Facts(Value):
+    """What a server says of a model."""
+
+    window: int | None = None  # tokens
+    tools: str = ""  # "yes" or "no", "" where it does not say
+
+
 def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JSON:
     """The JSON of a short question to a server. Raises ModelError."""
     method = "GET" if body is None else "POST"
@@ -4920,7 +5195,7 @@ def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JS
     with http.request(request) as reply:
         data = beginning(reply.chunks, MOST_PROBE)
         if reply.status != 200:
-            raise with_code(ModelError(ErrorKind.HTTP, f"{url}: status {reply.status}", reply.status))
+            raise with_ending(http_error(reply.status, reply.headers, data))
     try:
         return json.loads(data)
     except ValueError as error:
@@ -4930,47 +5205,84 @@ def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JS
 def open_ollama(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
     """A model of an Ollama server; its window is what `num_ctx` asks for in every request."""
     endpoint = choice.url.removesuffix("/v1")
-    tokens = choice.options.context
-    if tokens is None:
-        told = get_json(http, endpoint + "/api/show", choice, {"model": choice.name})
-        info = told.get("model_info") if isinstance(told, dict) else None
-        lengths = [value for key, value in (info or {}).items() if key.endswith(".context_length") and type(value) is int]
-        tokens = min(MOST_OLLAMA_WINDOW, *lengths) if lengths else ASSUMED_WINDOW
-    return HttpModel(choice, OllamaWire(), http, endpoint, tokens)
+    if choice.options.context is not None:
+        return HttpModel(choice, OllamaWire(), http, endpoint, Facts(choice.options.context))
+    told = shown_facts(get_json(http, endpoint + "/api/show", choice, {"model": choice.name}))
+    return HttpModel(choice, OllamaWire(), http, endpoint,
+                     replace(told, window=min(MOST_OLLAMA_WINDOW, told.window or ASSUMED_WINDOW)))
 
 
 def open_openai(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
     """A model behind `/v1/chat/completions`; its window is asked for where the server tells it."""
     endpoint = choice.url if re.search(r"/v\d", choice.url) or "?" in choice.url else choice.url + "/v1"
     if choice.options.context is not None:
-        return HttpModel(choice, OpenAIWire(), http, endpoint, choice.options.context)
-    tokens = told_window(http, endpoint, choice)
-    warnings = () if tokens else (f"the window of {choice.name} is not known; {ASSUMED_WINDOW:,} tokens are assumed "
-                                  "(--context says otherwise)",)
-    return HttpModel(choice, OpenAIWire(), http, endpoint, tokens or ASSUMED_WINDOW, warnings)
+        return HttpModel(choice, OpenAIWire(), http, endpoint, Facts(choice.options.context))
+    facts = openai_facts(http, endpoint, choice)
+    warnings = () if facts.window else (f"the window of {choice.name} is not known; {ASSUMED_WINDOW:,} tokens are "
+                                        "assumed (--context says otherwise)",)
+    return HttpModel(choice, OpenAIWire(), http, endpoint, facts, warnings)
 
 
-def told_window(http: Http, endpoint: str, choice: ModelChoice) -> int | None:
-    """The window that a server tells: vLLM and OpenRouter beside the model's name, llama-server in /props."""
-    for url, find in ((endpoint + "/models", listed_window), (endpoint.removesuffix("/v1") + "/props", props_window)):
+def openai_facts(http: Http, endpoint: str, choice: ModelChoice) -> Facts:
+    """The first facts with a window: beside the model's name, or at the server's root."""
+    root = endpoint.removesuffix("/v1")
+    for url, read in ((endpoint + "/models", listed_facts), (root + "/props", props_facts),
+                      (root + "/api/v1/models", listed_facts), (root + "/api/v0/models", listed_facts)):
         try:
-            found = find(get_json(http, url, choice), choice.name)
-        except ModelError:  # not every server has it; the request itself will say what is wrong
+            facts = read(get_json(http, url, choice), choice.name)
+        except ModelError as error:  # not every server has it; the request itself will say what is wrong
+            if error.kind in (ErrorKind.NETWORK, ErrorKind.TIMEOUT):
+                break
             continue
-        if type(found) is int and found > 0:
-            return found
-    return None
+        if facts.window:
+            return facts
+    return Facts()
 
 
-def listed_window(told: JSON, name: str) -> JSON:
-    entries = told.get("data") if isinstance(told, dict) else told
-    entry = next((entry for entry in entries or () if isinstance(entry, dict) and entry.get("id") == name), {})
-    return entry.get("max_model_len") or entry.get("context_length")
+def listed_facts(told: JSON, name: str) -> Facts:
+    """What a list of models says of one: vLLM, OpenRouter, Groq and LM Studio each under their own key, Ollama's
+    /api/ps in a list of another name."""
+    entry = next((entry for entry in listed(told) if name in names_of(entry)), {})
+    loaded = next((item["config"] for item in entry.get("loaded_instances") or ()
+                   if isinstance(item, dict) and isinstance(item.get("config"), dict)), {})
+    sizes = [place[key] for place in (entry, loaded) for key in WINDOW_KEYS if type(place.get(key)) is int]
+    return Facts(next((size for size in sizes if size > 0), None), tools_of(entry.get("capabilities")))
 
 
-def props_window(told: JSON, name: str) -> JSON:
+def listed(told: JSON) -> list[dict[str, JSON]]:
+    """The entries of a list of models, which may be bare, null, or stand under `data` or `models`."""
+    entries = (told.get("data") or told.get("models")) if isinstance(told, dict) else told
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def names_of(entry: Mapping[str, JSON]) -> list[str]:
+    """The names that an entry goes by; Ollama's tag `latest` may be left out."""
+    names = [entry[key] for key in ("id", "model", "name", "key") if isinstance(entry.get(key), str)]
+    return names + [name.removesuffix(":latest") for name in names if name.endswith(":latest")]
+
+
+def tools_of(capabilities: JSON) -> str:
+    """Whether capabilities hold tools: a list of words (Ollama, LM Studio), or a table (LM Studio)."""
+    if isinstance(capabilities, list) and capabilities:
+        return "yes" if {"tools", "tool_use"} & set(map(str, capabilities)) else "no"
+    told = capabilities.get("trained_for_tool_use") if isinstance(capabilities, dict) else None
+    return {True: "yes", False: "no"}.get(told, "") if isinstance(told, bool) else ""
+
+
+def props_facts(told: JSON, name: str) -> Facts:
+    """What llama-server says of itself."""
     settings = told.get("default_generation_settings") if isinstance(told, dict) else None
-    return settings.get("n_ctx") if isinstance(settings, dict) else None
+    tokens = settings.get("n_ctx") if isinstance(settings, dict) else None
+    return Facts(tokens if type(tokens) is int and tokens > 0 else None)
+
+
+def shown_facts(told: JSON) -> Facts:
+    """What Ollama's /api/show says: the window that the model file asks for, else the one it was trained with."""
+    told = told if isinstance(told, dict) else {}
+    asked = re.search(r"^num_ctx\s+(\d+)$", str(told.get("parameters") or ""), re.MULTILINE)
+    info = told.get("model_info") if isinstance(told.get("model_info"), dict) else {}
+    lengths = [value for key, value in info.items() if key.endswith(".context_length") and type(value) is int]
+    return Facts(int(asked[1]) if asked else min(lengths, default=None), tools_of(told.get("capabilities")))
 
 
 def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
@@ -4997,8 +5309,8 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
     key = os.urandom(16).hex()
     settings.api_keys = [key]
     server = xllamacpp.Server(settings)
-    return HttpModel(replace(choice, key=key), OpenAIWire(), http, f"{server.listening_address}/v1", settings.n_ctx,
-                     server=server)
+    return HttpModel(replace(choice, key=key), OpenAIWire(), http, f"{server.listening_address}/v1",
+                     Facts(settings.n_ctx), server=server)
 
 
 def open_script(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> ScriptModel:
@@ -5153,13 +5465,13 @@ def found_model(wanted: ModelChoice, machine: Machine, streams: Streams) -> Mode
 
 def served_models(http: Http, choice: ModelChoice, url: str) -> list[str]:
     """The names of the models that a server offers; none where it does not answer as its kind would."""
-    path, key, name = MODEL_LISTS[choice.provider]
+    path, key = MODEL_LISTS[choice.provider]
     try:
         told = get_json(http, url + path, choice)
     except ModelError:
         return []
-    entries = told.get(key) if isinstance(told, dict) else None
-    return [entry[name] for entry in entries or () if isinstance(entry, dict) and isinstance(entry.get(name), str)]
+    entries = listed(told) if isinstance(told, dict) and key in told else []
+    return [names_of(entry)[0] for entry in entries if names_of(entry)]
 
 
 def importlib_has(module: str) -> bool:
@@ -5187,19 +5499,71 @@ UNGROUNDED = "The evidence must be a line of a result, to the letter. Give the a
 PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": open_script}
 IN_FILES = ("gguf", "script", "replay")  # providers whose model is a file
 URL_VARIABLES = {"ollama": "OLLAMA_HOST", "openai": "OPENAI_BASE_URL"}
-MODEL_LISTS = {"ollama": ("/api/tags", "models", "name"), "openai": ("/models", "data", "id")}
+MODEL_LISTS = {"ollama": ("/api/tags", "models"), "openai": ("/models", "data")}
+WINDOW_KEYS = ("max_model_len", "loaded_context_length", "context_length", "context_window")
 USUAL_PLACES = (("ollama", "http://127.0.0.1:11434"), ("openai", "http://127.0.0.1:8080/v1"),
                 ("openai", "http://127.0.0.1:1234/v1"), ("openai", "http://127.0.0.1:8000/v1"))
 OPENAI_URL = "https://api.openai.com/v1"
-RETRIED_STATUSES = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529))
-STATUS_CODES = {401: ExitCode.CREDENTIALS, 402: ExitCode.CREDENTIALS, 403: ExitCode.CREDENTIALS,
-                408: ExitCode.BUSY, 413: ExitCode.CONTEXT, 429: ExitCode.BUSY, 503: ExitCode.BUSY}
-OVERFLOW_WORDS = ("exceed_context_size_error", "context_length_exceeded", "maximum context length",
-                  "context length currently available", "input length exceeds", "n_keep",
-                  "when context the overflows", "prompt is too long", "too many tokens")
-NO_TOOLS_WORDS = ("does not support tools", "--enable-auto-tool-choice", "--jinja", "tool parser")
+HOST_DIALECTS = {"api.openai.com": Dialect(dropped=("max_tokens",)),
+                 "generativelanguage.googleapis.com": Dialect(habits=(Habit.RESULT_NAMES,))}
+LIMIT_KEYS = ("max_tokens", "max_completion_tokens")  # of a reply; the second where the first is refused
+BARE_CONTENT = {Habit.BLANK_CONTENT: " ", Habit.EMPTY_CONTENT: ""}  # of a message that is calls alone; else null
+MOVED_TO_JSON = "calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)"
+TO_JSON = RequestAdapted(MOVED_TO_JSON, CallMode.JSON)
+ADAPTED_STATUSES = (400, 404, 422, 500, 501)
+NEEDED_KEYS = ("model", "messages", "tools", "stream", "options", "role", "content", "tool_calls", "tool_call_id",
+               "tool_name", "id", "type", "function")
+UNKNOWN_WORDS = (r"unknown|unrecogni[sz]ed|unsupported|not supported|does not support|unavailable|extra_forbidden|"
+                 r"extra (inputs|fields)|not (permitted|allowed)|unexpected|additional propert|"
+                 r"invalid (field|parameter)")
+CONTENT_WORDS = r"\bcontent\b.{0,90}(string|null|empty|required)|(string|null|empty|required).{0,90}\bcontent\b"
+LADDER = tuple((words, RequestAdapted(change, dialect=dialect)) for words, change, dialect in (
+    (r"max_(completion_)?tokens\W.{0,60}(too large|less than|at most|exceed)|in the completion",
+     "a reply may be half as long", Dialect(halvings=1)),
+    (r"reasoning_content.{0,60}passed back", "reasoning_content is sent even where there was none",
+     Dialect(habits=(Habit.EMPTY_REASONING,))),
+    (r"length of 9|duplicate.{0,40}id\b", "calls get new ids", Dialect(habits=(Habit.FRESH_IDS,))),
+    (r"can have a name", "results go without the name of their tool", Dialect(dropped=("name",))),
+    (r"INVALID_ARGUMENT|contains an invalid argument", "results carry the name of their tool",
+     Dialect(habits=(Habit.RESULT_NAMES,))),
+    (r"after role .?tool|\b3230\b", "nothing of the user's follows a result",
+     Dialect(habits=(Habit.JOINED_RESULTS,))),
+    (CONTENT_WORDS, "calls come with an empty content", Dialect(habits=(Habit.EMPTY_CONTENT,))),
+    (CONTENT_WORDS, "calls come with a blank as content", Dialect(habits=(Habit.BLANK_CONTENT,))),
+)) + ((r"does not support tools|support tool use|--enable-auto-tool-choice|--jinja|tool.call.parser", TO_JSON),)
+OVERFLOW_WORDS = (r"exceed_context_size_error|available context size|context_length_exceeded|maximum context length|"
+                  r"context length currently available|input length exceeds|n_keep|when context the overflows|"
+                  r"prompt is too long|too many tokens")
+WRONG_PLACE = r"<!doctype|<html|<title|unexpected endpoint"
+SEND_LESS = "give the model a larger window with --context, or send less"
+AGAIN = (  # the first that speaks of an error counts
+    Again(0, words=rf"insufficient_quota|content filter|requires more system memory|{OVERFLOW_WORDS}"),
+    Again(0, words=WRONG_PLACE, kinds=(ErrorKind.JSON, ErrorKind.MODEL_ERROR)),
+    Again(300, (1.0,), words=r"loading model", statuses=(503,)),  # llama-server, until the model is there
+    Again(2, words=r"tool_use_failed|error parsing tool call"),
+    Again(4, (1.0, 2.0, 4.0, 8.0), statuses=(408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529)),
+    Again(2, statuses=(424,)),
+    Again(0, kinds=(ErrorKind.HTTP,)),
+    Again(0, statuses=(400, 401, 402, 403, 404, 413, 422)),
+    Again(1, kinds=(ErrorKind.TIMEOUT,)),
+    Again(2),
+)
+ENDINGS = (
+    Ending(ExitCode.CONTEXT, SEND_LESS, words=OVERFLOW_WORDS),
+    Ending(ExitCode.CONTEXT, SEND_LESS, statuses=(413,)),
+    Ending(ExitCode.UNUSABLE, words=r"content filter"),
+    Ending(ExitCode.CREDENTIALS, "give the key in AGENTLOOP_API_KEY, or key_file in [model]", statuses=(401,)),
+    Ending(ExitCode.CREDENTIALS, statuses=(402, 403)),
+    Ending(ExitCode.BUSY, statuses=(408, 429, 503)),
+    Ending(ExitCode.ENDPOINT, "name a model that it has with --model", r"model.{0,200}not.?(found|exist)", (404,)),
+    Ending(ExitCode.ENDPOINT, "--url is not where its API is: look at its path", statuses=(404, 405)),
+    Ending(ExitCode.ENDPOINT, "--url is not where its API is: look at its path", WRONG_PLACE,
+           kinds=(ErrorKind.JSON, ErrorKind.MODEL_ERROR)),
+)
 DELTAS = {"text": TextDelta, "thinking": ThinkingDelta}
 MOST_WAIT = 60.0  # seconds: a longer Retry-After is reported, not slept
+KEEP_ALIVE = re.compile(rb"(?::[^\r\n]*|[\r\n])*")
+MOST_MOVES, LEAST_REPLY = 3, 64  # redirects in a row, tokens
 PROBE_WAIT, MOST_PROBE = 2.0, 16_000_000  # seconds, bytes
 MOST_OLLAMA_WINDOW = 16_384  # tokens: a larger one may not fit the memory
 DEMO, DEMO_PARTS, DEMO_BYTES = "demo", 22, 1_117_320_768
@@ -5522,29 +5886,59 @@ def model_phase(session: Session) -> Phase:
     stop_where_spent(session)
     if session.state.turns and not session.state.answer_only and session.parts.deadline.left() < wrap_up_time(session.state):
         session.emit(ModelTold(WRAP_UP, last=True))
-    state = session.state
+    state, model = session.state, session.parts.model
     request = frame(state, session.parts.registry, offer_of(state, session.parts.registry))
-    estimate = fitted_estimate(request, state, session.parts.model.window())
+    estimate = fitted_estimate(request, state, model.window())
     try:
-        reply = session.parts.model.ask(request, session.notice)
-    except NoToolSupport as error:
-        if not may_move_on(state):
+        reply = model.ask(request, state.dialect, session.notice)
+    except Refused as refused:
+        if refused.learned.call_mode and not may_move_on(state):
             raise
-        session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, error.what))
+        session.emit(refused.learned)
         return Phase.MODEL
     reply = PROTOCOLS[state.call_mode].read(reply, session.parts.registry)
     calls = tuple(replace(call, id=f"c{state.calls_made + n}") for n, call in enumerate(reply.calls, 1))
+    cut = prompt_was_cut(state, reply.usage.prompt, estimate, prompt_budget(request, model.window()), model.window())
     session.emit(ModelReplied(
-        state.turns + 1, reply.text, calls, reply.usage, reply.finish, request_digest(request), estimate,
-        reply.thinking, reply.echo, reply.said, reply.evidence, reply.no_tool))
-    if any(call.via is Via.TEXT for call in calls) and may_move_on(state):
-        session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, "the model prints its calls as text"))
-    told_off = complaint(session.state, reply)
-    if told_off:
-        session.emit(ModelTold(told_off))
+        state.turns + 1, reply.text, calls, reply.usage, PROMPT_CUT if cut else reply.finish, request_digest(request),
+        estimate, reply.thinking, reply.echo, reply.said, reply.evidence, reply.no_tool))
+    if cut:
+        raise RunEnded("the server has cut the prompt without a word", mend=SEND_LESS, code=ExitCode.CONTEXT)
+    react(session, reply)
+    return resume_at(session.state)
+
+
+def react(session: Session, reply: Reply) -> None:
+    """What a reply calls for beside its calls: another call mode, a word to the model, or its text."""
+    state = session.state
+    told_off = complaint(state, reply)
+    if any(call.via is Via.TEXT for call in reply.calls) and may_move_on(state):
+        session.emit(replace(TO_JSON, reason="the model prints its calls as text"))
+    if state.empty_replies:
+        heed_empty(session)
+    elif told_off:
+        session.emit(ModelTold(told_off, reply.text if state.call_mode is CallMode.NATIVE else ""))
     elif reply.said and reply.text:
         session.notice(TextDelta(reply.text))
-    return resume_at(session.state)
+
+
+def heed_empty(session: Session) -> None:
+    """After an empty reply: the window is looked at, then the model is asked again, then told to speak."""
+    state, window = session.state, session.parts.model.window()
+    if (state.last_reply.usage.prompt or 0) > window * 0.95:
+        raise RunEnded(f"an empty reply to a prompt of {state.last_reply.usage.prompt:,} tokens, and the window has "
+                       f"{window:,}", mend=SEND_LESS, code=ExitCode.CONTEXT)
+    if state.empty_replies == MOST_EMPTY - 1:
+        session.emit(ModelTold(NUDGE))
+
+
+def prompt_was_cut(state: State, counted: int | None, estimate: int, budget: int, window: int) -> bool:
+    """Whether Ollama has cut the middle out of a long prompt, or its oldest messages: it says so by its count alone."""
+    expected = estimate * state.calibration
+    if state.started.provider != "ollama" or not counted or expected < budget * 0.8:
+        return False
+    left = window - (window - 4) // 2  # of a prompt that was cut in its middle, or one more
+    return counted in (left, left + 1) or counted < expected / 2
 
 
 def wrap_up_time(state: State) -> float:
@@ -5566,11 +5960,11 @@ def stop_where_spent(session: Session) -> None:
         command = session.parts.way_on(state, ("--max-tokens", str(spent + limits.max_tokens)))
         raise RunEnded(f"the token limit of {limits.max_tokens:,} is reached ({spent:,} used)", code=ExitCode.LIMIT,
                        mend="go on with a higher --max-tokens", command=command)
-    if state.empty_replies > 1:
-        raise RunEnded("the model gave an empty reply twice", code=ExitCode.UNUSABLE)
+    if state.empty_replies >= MOST_EMPTY:
+        raise empty_end(session)
     if state.broken_batches >= MOST_BROKEN:
         if may_move_on(state):
-            session.emit(RequestAdapted(MOVED_TO_JSON, CallMode.JSON, "its calls could not be used"))
+            session.emit(replace(TO_JSON, reason="its calls could not be used"))
             return
         raise RunEnded(f"{MOST_BROKEN} replies in a row made calls that cannot be carried out",
                        code=ExitCode.UNUSABLE, mend="try --calls json, or another model")
@@ -5579,6 +5973,16 @@ def stop_where_spent(session: Session) -> None:
 def may_move_on(state: State) -> bool:
     """Whether another call mode is left to try: only `auto` moves, and only once."""
     return state.started.call_mode is CallMode.AUTO and state.call_mode is CallMode.NATIVE
+
+
+def empty_end(session: Session) -> RunEnded:
+    """The end of a run whose model says nothing, or nothing but its thoughts up to the limit of a reply."""
+    limit = session.state.limits.reply_tokens
+    if session.state.last_reply.finish == CUT:
+        return RunEnded(f"the reply's limit of {limit} tokens is reached before it says anything", code=ExitCode.LIMIT,
+                        mend="go on with more --reply-tokens",
+                        command=f"{session.parts.way_on(session.state, ())} --reply-tokens {limit * 2}")
+    return RunEnded(f"the model gave {MOST_EMPTY} empty replies in a row", code=ExitCode.UNUSABLE)
 
 
 def turn_limit(session: Session) -> RunEnded:
@@ -5889,13 +6293,14 @@ WRAP_UP = "The time is nearly up. Answer now with what you have; no tool can be 
 MOST_CALLS, MOST_OUTPUT = 64, 65_536  # calls of a turn, characters of a result (approvals.md 8)
 MOST_REPEATS = 5
 MOST_BROKEN = 3
+MOST_EMPTY = 3
+NUDGE = "Your reply was empty. Call a tool, or answer."
 GOES_ON = frozenset((ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HANGUP, ExitCode.DEADLINE, ExitCode.ENDPOINT,
                      ExitCode.BUSY, ExitCode.CREDENTIALS))  # ends after which the same command line goes on
 AGENT_ENDS = frozenset((ExitCode.LIMIT, ExitCode.STALLED, ExitCode.CONTEXT, ExitCode.SCHEMA,
                         ExitCode.UNUSABLE))  # ends of a sub-agent that are a result for its parent
 AT_ONCE = 16  # read-only calls that run at the same time
 DECISION_WORDS = {ToolStatus.DENIED: "denied", ToolStatus.ERROR: "error"}
-MOVED_TO_JSON = "calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)"
 PHASES = {Phase.MODEL: model_phase, Phase.APPROVE: approve_phase, Phase.TOOLS: tools_phase,
           Phase.ANSWER: answer_phase}
 
@@ -6471,7 +6876,7 @@ def show_session(asked: Invocation) -> ExitCode:
         return ExitCode.ANSWERED
     if not flags.session:
         for kept in kept_sessions(sessions_folder(asked.machine)):
-            streams.out((to_json(listed(kept)) if flags.output is not OutputFormat.TEXT else listed_line(kept)) + "\n")
+            streams.out((to_json(listing(kept)) if flags.output is not OutputFormat.TEXT else listed_line(kept)) + "\n")
         return ExitCode.ANSWERED
     path, code = find_journal(flags.session, asked.machine), ExitCode.ANSWERED
     scopes: dict[str, None] = {}
@@ -6497,7 +6902,7 @@ def needed_grants(event: Event) -> list[str]:
     return [decided.scope] if allowed and decided.scope else []
 
 
-def listed(kept: Kept) -> dict[str, JSON]:
+def listing(kept: Kept) -> dict[str, JSON]:
     """A session in the list of them: the line of `-o json` and `-o jsonl`."""
     done = kept.finished
     return {"session": kept.started.session, "name": kept.started.name, "at": iso_time(kept.at), "outcome": done.outcome if done else
@@ -6506,7 +6911,7 @@ def listed(kept: Kept) -> dict[str, JSON]:
 
 
 def listed_line(kept: Kept) -> str:
-    shown = listed(kept)
+    shown = listing(kept)
     return f"{shown['session']}  {shown['at']}  {shown['outcome']:<15}  {shown['name'] + ': ' if shown['name'] else ''}" + \
         one_line(kept.started.task, 60)
 
