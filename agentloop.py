@@ -6,22 +6,21 @@
 """agentloop gives a language model hands: it asks, approves the calls, runs them, hands the results back.
 
     MODEL ──calls──▶ APPROVE ──decided──▶ TOOLS ──results──▶ MODEL
-      └────text────▶ ANSWER ─────────────────────────────▶ DONE
+      ├────text────▶ ANSWER ─────────────────────────────▶ DONE
+      └────full────▶ COMPACT ──the history fits──────────▶ MODEL
 
 One idea: every step is an event: written to the journal, folded into the state, shown. To resume is to fold
 the journal and run the machine. Each section uses only the sections above it:
 
-     1 Values      what everything is made of         10 Tools      kinds of tools, the builtins
-     2 Errors      exit codes, errors with a place    11 Manifest   TOML to the registry, the allowlist
-     3 Data        strict JSON, decode, encode        12 Approvals  who decides
-     4 Events      what can happen                    13 Models     call modes, wires, providers
-     5 State       what has happened                  15 Journal    append, recover, lock
-     6 Text        truncation, rendering, masking     16 Session    the machine: a function a phase
-     7 Scopes      words, paths, grants: matching     17 Output     what stdout and stderr say
-     8 Skills      parse, index, catalog              18 CLI        commands, flags, the process
-     9 Edge        processes, sockets, files
-
-Section 14 (Compaction) is yet to come.
+     1 Values      what everything is made of         10 Tools       kinds of tools, the builtins
+     2 Errors      exit codes, errors with a place    11 Manifest    TOML to the registry, the allowlist
+     3 Data        strict JSON, decode, encode        12 Approvals   who decides
+     4 Events      what can happen                    13 Models      call modes, wires, providers
+     5 State       what has happened                  14 Compaction  what to keep of a long history
+     6 Text        truncation, rendering, masking     15 Journal     append, recover, lock
+     7 Scopes      words, paths, grants: matching     16 Session     the machine: a function a phase
+     8 Skills      parse, index, catalog              17 Output      what stdout and stderr say
+     9 Edge        processes, sockets, files          18 CLI         commands, flags, the process
 """
 
 from __future__ import annotations
@@ -221,6 +220,7 @@ class Message(Value):
     echo: JSON = None  # what the wire must get back (reasoning, signatures)
     said: str = ""  # what the model said to the letter, where a protocol read it
     note: str = ""  # what the loop adds to a tool result
+    pinned: bool = False  # no compaction takes it away
 
 
 @value
@@ -550,6 +550,8 @@ class Options(Value):
     manifest: str = ""  # its path, "" for none
     only: tuple[str, ...] = ()
     on_deny: str = ""
+    schema: Any = None  # what the answer must match
+    cite: bool = False  # whether it must rest on quoted lines
 
 
 @value
@@ -641,14 +643,36 @@ class RequestAdapted(Value):
     dialect: Dialect | None = None  # the whole of it
 
 
+class Wanted(StrEnum):
+    """What the next reply shall be: any, the answer without further calls, the lines that show the answer, or the
+    answer as JSON."""
+
+    ANYTHING = "anything"
+    ANSWER = "answer"
+    EVIDENCE = "evidence"
+    JSON = "json"
+
+
 @value
 class ModelTold(Value):
-    """Text that the loop adds to the history. `said` is the reply it answers, where that was a broken call. After the
-    `last` one only an answer may follow."""
+    """Text that the loop adds to the history. `said` is the reply it answers, where that was a broken call."""
 
     text: str
     said: str = ""
-    last: bool = False
+    wanted: Wanted = Wanted.ANYTHING
+
+
+@value
+class HistoryCompacted(Value):
+    """The oldest messages are replaced by a summary, which stands with the task. Nothing `dropped`: it did not help."""
+
+    before: int  # tokens, about
+    after: int
+    summary: str
+    dropped: int = 0  # messages, after the system prompt and the task
+    kept: tuple[str, ...] = ()  # texts among them that stay as they are: skills
+    usage: Usage = Usage()
+    request_sha256: str = ""
 
 
 @value
@@ -745,7 +769,7 @@ class SessionFinished(Value):
 
     outcome: str
     exit_code: int
-    answer: str | None = None
+    answer: Any = None  # a text; with a schema, the JSON value
     session: str = ""
     turns: int = 0
     usage: Usage = Usage()
@@ -769,6 +793,20 @@ class ThinkingDelta(Value):
     """A piece of the reasoning, as it arrives."""
 
     text: str
+
+
+@value
+class ModelRequested(Value):
+    """One request to a server is over: what a log for machines may know of it."""
+
+    endpoint: str
+    model: str
+    status: int | None  # None where no reply came
+    duration_s: float
+    sent_bytes: int
+    received_bytes: int
+    usage: Usage
+    outcome: str  # ok, or the kind of the error
 
 
 @value
@@ -806,10 +844,11 @@ class Warned(Value):
 
 
 EVENTS = {"session.started": SessionStarted, "model.replied": ModelReplied, "request.adapted": RequestAdapted,
-          "model.told": ModelTold, "call.decided": CallDecided, "tool.started": ToolStarted,
+          "model.told": ModelTold, "history.compacted": HistoryCompacted, "call.decided": CallDecided, "tool.started": ToolStarted,
           "tool.spawned": ToolSpawned, "tool.finished": ToolFinished, "agent.step": AgentStep,
           "session.resumed": SessionResumed, "session.finished": SessionFinished}
-NOTICES = {"text.delta": TextDelta, "thinking.delta": ThinkingDelta, "model.retried": ModelRetried,
+NOTICES = {"text.delta": TextDelta, "thinking.delta": ThinkingDelta, "model.requested": ModelRequested,
+           "model.retried": ModelRetried,
            "approval.requested": ApprovalRequested, "warning": Warned}
 EVENT_NAMES = {cls: name for name, cls in (EVENTS | NOTICES).items()}
 EFFECT_EVENTS = ("tool.started", "tool.finished")  # on the disk before and after an effect
@@ -866,7 +905,13 @@ class State(Value):
     told_off: int = 0
     broken_batches: int = 0  # replies in a row with a call that could not be carried out
     no_tool: bool = False
-    answer_only: bool = False  # the time is nearly up
+    wanted: Wanted = Wanted.ANYTHING
+    wanted_times: int = 0  # in a row
+    answer: str | None = None  # the accepted one, while something more is asked of it
+    evidence: tuple[str, ...] = ()  # the lines that show it
+    compactions: int = 0  # since the last turn
+    summary: str = ""  # of what was compacted
+    kept: tuple[str, ...] = ()  # skills that were compacted away
     repeats: Mapping[str, Repeat] = field(default_factory=dict)
     effects: Mapping[str, int] = field(default_factory=dict)  # finished calls by digest
     tool_counts: Mapping[str, int] = field(default_factory=dict)
@@ -920,15 +965,35 @@ def apply_replied(state: State, event: ModelReplied) -> State:
     closed = close_batch(state)
     message = Message(Role.ASSISTANT, event.text, event.calls, echo=event.echo, said=event.said)
     return replace(closed, history=(*closed.history, message), batch=event.calls, answered=not event.calls,
-                   turns=state.turns + 1, calls_made=state.calls_made + len(event.calls), empty_replies=0,
+                   turns=state.turns + 1, calls_made=state.calls_made + len(event.calls), empty_replies=0, compactions=0,
+                   evidence=event.evidence or state.evidence,
                    told_off=0 if event.calls else state.told_off)
 
 
 def apply_told(state: State, event: ModelTold) -> State:
     closed = close_batch(state)
     return replace(closed, history=(*closed.history, Message(Role.USER, event.text)), answered=False,
-                   answer_only=event.last, told_off=state.told_off + (not event.last),
+                   wanted=event.wanted, wanted_times=state.wanted_times + 1 if event.wanted is state.wanted else 1,
+                   answer=accepted_answer(state) if event.wanted in SHAPES else None, told_off=state.told_off + (event.wanted is Wanted.ANYTHING),
                    broken_batches=state.broken_batches + bool(event.said))
+
+
+def accepted_answer(state: State) -> str | None:
+    """The answer of a state: the last reply, or an earlier one that was asked for in another form since."""
+    return state.answer if state.wanted in SHAPES else state.last_reply.text if state.answered else None
+
+
+def apply_compacted(state: State, event: HistoryCompacted) -> State:
+    state = replace(state, replies=state.replies + 1, compactions=state.compactions + 1,
+                    usage=Usage(add(state.usage.prompt, event.usage.prompt), add(state.usage.completion, event.usage.completion)))
+    if not event.dropped:
+        return state
+    closed, end = close_batch(state), OPENING + event.dropped
+    kept = state.kept + event.kept
+    parts = [task_text(state.started), fenced(SUMMARY_TITLE, event.summary, state.started.nonce), *kept]
+    pinned = tuple(message for message in closed.history[OPENING:end] if message.pinned)
+    return replace(closed, summary=event.summary, kept=kept, history=(
+        closed.history[0], Message(Role.USER, "\n\n".join(parts)), *pinned, *closed.history[end:]))
 
 
 def apply_adapted(state: State, event: RequestAdapted) -> State:
@@ -976,7 +1041,7 @@ def apply_agent(state: State, event: AgentStep) -> State:
     step = from_record(event.event, event.call)
     agent = apply(state.agents.get(event.call) or State(replies=state.replies), step)
     state = replace(state, agents={**state.agents, event.call: agent})
-    if isinstance(step, ModelReplied):
+    if isinstance(step, (ModelReplied, HistoryCompacted)):
         return replace(state, replies=state.replies + 1, usage=Usage(add(state.usage.prompt, step.usage.prompt),
                                                                      add(state.usage.completion, step.usage.completion)))
     if isinstance(step, ToolFinished) and step.status is ToolStatus.DENIED:
@@ -986,13 +1051,13 @@ def apply_agent(state: State, event: AgentStep) -> State:
 
 def apply_resumed(state: State, event: SessionResumed) -> State:
     state = settle(replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={},
-                           answer_only=False), event.settled)
+                           compactions=0, wanted=Wanted.ANYTHING, wanted_times=0, answer=None), event.settled)
     if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
         state = replace(state, history=state.history[:-1], answered=False)
     if not event.task:
         return state
     closed = close_batch(state)
-    return replace(closed, history=(*closed.history, Message(Role.USER, event.task)), answered=False)
+    return replace(closed, history=(*closed.history, Message(Role.USER, event.task, pinned=True)), answered=False, evidence=())
 
 
 def settle(state: State, settled: Mapping[str, Settlement]) -> State:
@@ -1059,10 +1124,14 @@ def add(total: int | None, more: int | None) -> int | None:
 
 REPEAT_NOTES = ("", "", "You have this result already. Answer, or call another tool.", "Answer now.")
 THEN_ANSWER = "Then answer."
+OPENING = 2  # messages: the system prompt and the task
+SUMMARY_TITLE = "What was done so far, in short"
+SHAPES = (Wanted.EVIDENCE, Wanted.JSON)  # asked of an answer that is there
 NOT_RUN = "not run: the session stopped before it"
 CUT = "length"  # how both wires say that a reply ended at its token limit
 PROMPT_CUT = "prompt_cut"  # how a reply is marked that answers a part of its prompt alone
 FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
+         HistoryCompacted: apply_compacted,
          RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
          ToolSpawned: apply_spawned, ToolFinished: apply_result, AgentStep: apply_agent,
          SessionResumed: apply_resumed, SessionFinished: apply_finished}
@@ -2217,6 +2286,7 @@ class HttpReply(Value):
     status: int
     headers: Mapping[str, str]
     chunks: Iterator[bytes]
+    sent_bytes: int = 0
 
 
 class Http:
@@ -2246,7 +2316,7 @@ class Http:
             response = self.transport(request).handle_request(sent)
             waits["read"] = limit(request.idle_s)  # the head is there; from here on a pause is what counts
             with contextlib.closing(response):
-                yield HttpReply(response.status_code, dict(response.headers), self.chunks(response))
+                yield HttpReply(response.status_code, dict(response.headers), self.chunks(response), len(content or b""))
         except httpx.TimeoutException as error:
             self.deadline.check()
             raise ModelError(ErrorKind.TIMEOUT, f"no answer in time from {request.url}") from error
@@ -3472,9 +3542,14 @@ def parameters_schema(entry: Entry, where: str) -> JSON:
 
 
 def closed_schema(schema: JSON, where: str) -> JSON:
-    """The schema, checked. Raises ConfigError for one that is none, or that reaches outside itself."""
+    """The schema of a tool's arguments, checked. Raises ConfigError."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         raise ConfigError('a JSON Schema with type = "object" is needed', where)
+    return checked_schema(schema, where)
+
+
+def checked_schema(schema: JSON, where: str) -> JSON:
+    """The schema. Raises ConfigError for one that jsonschema refuses, or that reaches outside itself."""
     for reference in references(schema):
         if not str(reference).startswith("#"):
             raise ConfigError(f"a $ref outside the schema ({reference!r}) is not fetched", where)
@@ -3523,7 +3598,7 @@ def argument_problem(schema: JSON, arguments: JSON) -> str | None:
 
 def is_plain_schema(schema: JSON) -> bool:
     """Whether the schema says no more than `is_plainly_valid` can judge."""
-    return schema.keys() <= PLAIN_OBJECT and isinstance(schema.get("properties", {}), dict) and all(
+    return schema.get("type") == "object" and schema.keys() <= PLAIN_OBJECT and isinstance(schema.get("properties", {}), dict) and all(
         isinstance(told, dict) and told.keys() <= PLAIN_KEYS and told.get("type") in JSON_TYPES
         for told in schema.get("properties", {}).values())
 
@@ -3943,7 +4018,7 @@ class Constrained:
 def offer_of(state: State, registry: Registry) -> Offer:
     """What the next reply may be. A model left free answers from imagination, so that under the constrained
     protocol the first answer is withheld while there is nothing that it could rest on."""
-    if state.repeated == ANSWER_AT_REPEAT or state.answer_only:
+    if state.repeated == ANSWER_AT_REPEAT or state.wanted is not Wanted.ANYTHING:
         return Offer.ANSWER
     given = state.started.data or state.started.files
     fresh = not given and not state.no_tool and not state.tool_counts.get(ToolStatus.OK)
@@ -3952,7 +4027,40 @@ def offer_of(state: State, registry: Registry) -> Offer:
 
 def frame(state: State, registry: Registry, offer: Offer) -> Request:
     """The next request: nothing but the state decides it."""
+    if state.wanted in SHAPES:
+        return shaping_request(state)
     return PROTOCOLS[state.call_mode].frame(state, registry, offer)
+
+
+def shaping_request(state: State) -> Request:
+    """A request without tools for the answer in a form: the lines that show it, or JSON of the user's schema."""
+    told = PROTOCOLS[state.call_mode].frame(state, Registry(), Offer.ANSWER).messages
+    schema = state.started.options.schema
+    if state.wanted is Wanted.EVIDENCE:
+        lines = distinct(line for _, lines in sources_of(state) for line in lines)
+        schema = closed({"evidence": {"type": "array", "items": {"enum": lines}, "minItems": 1, "maxItems": MOST_QUOTES}})
+    return Request(state.replies, (state.messages[0], *told[1:]), (), Offer.ANSWER, state.limits.reply_tokens, schema)
+
+
+def quotes_in(text: str) -> tuple[str, ...]:
+    """The quoted lines in a reply to a request for evidence; none where it is no such JSON."""
+    value = json_of(text)
+    quotes = value.get("evidence") if isinstance(value, dict) else value
+    return tuple(quote.strip() for quote in quotes if isinstance(quote, str)) if isinstance(quotes, list) else ()
+
+
+def json_of(text: str) -> JSON:
+    """The JSON value that a reply is, also within a code fence; MISSING where it is none."""
+    for read in (str, unfenced):
+        with contextlib.suppress(ToolError, ValueError):
+            return strict_json(read(text).strip())
+    return MISSING
+
+
+def grounded(state: State, quotes: Sequence[str]) -> bool:
+    """Whether every quote stands, to the letter, in a result or in the user's data, and there is one."""
+    known = [line for _, lines in sources_of(state) for line in lines]
+    return bool(quotes) and all(any(quote in line for line in known) for quote in quotes)
 
 
 def complaint(state: State, reply: Reply) -> str:
@@ -3961,9 +4069,8 @@ def complaint(state: State, reply: Reply) -> str:
         return reply.problem
     if reply.problem and state.told_off < 1:
         return reply.problem
-    known = [line for _, lines in sources_of(state) for line in lines]
-    grounded = bool(reply.evidence) and all(any(quote in line for line in known) for quote in reply.evidence)
-    return UNGROUNDED if known and not grounded and not reply.problem and state.told_off < 2 else ""
+    wrong = any(lines for _, lines in sources_of(state)) and not reply.problem and not grounded(state, reply.evidence)
+    return UNGROUNDED if wrong and state.told_off < 2 else ""
 
 
 def protocol_text(specs: Sequence[ToolSpec]) -> str:
@@ -4091,7 +4198,7 @@ class ScriptLine(Value):
 class Recorded(Value):
     """One recorded reply, and the state of the session or sub-agent that it was asked from."""
 
-    reply: ModelReplied
+    reply: ModelReplied | HistoryCompacted
     before: State
 
 
@@ -4107,7 +4214,7 @@ class ReplayModel:
         for event in events:
             inner, path = (from_record(event.event, name), f"{event.call}/") if isinstance(event, AgentStep) else (event, "")
             before = state.agents.get(event.call) or State(replies=state.replies) if path else state
-            if isinstance(inner, ModelReplied):
+            if isinstance(inner, (ModelReplied, HistoryCompacted)):
                 self.replies.append(Recorded(inner, before))
             elif isinstance(inner, ToolFinished):
                 self.results[path + inner.call] = inner
@@ -4124,10 +4231,12 @@ class ReplayModel:
             raise RunEnded(f"the recording has {len(self.replies)} replies and no further one", self.name,
                            code=ExitCode.REPLAY_MISS)
         recorded, before = contents(self.replies[request.number])
-        if request_digest(request) != recorded.request_sha256:
+        if recorded.request_sha256 and request_digest(request) != recorded.request_sha256:
             known = PROTOCOLS[before.call_mode].frame(before, Registry(), Offer.FREE).messages
             raise RunEnded(f"request {request.number + 1} is not the recorded one: {first_difference(known, request.messages)}",
                            self.name, code=ExitCode.REPLAY_MISS)
+        if isinstance(recorded, HistoryCompacted):
+            return Reply(recorded.summary, usage=recorded.usage)
         return Reply(recorded.said or recorded.text, recorded.calls, recorded.usage, recorded.finish, recorded.thinking,
                      recorded.echo)
 
@@ -4155,16 +4264,10 @@ def request_digest(request: Request) -> str:
     return digest([rest, *(message_facts(message)[0] for message in request.messages)])
 
 
-def fitted_estimate(request: Request, state: State, window: int) -> int:
-    """Our count of the request's tokens. Raises RunEnded (exit 7) when it cannot fit the window."""
-    estimate = sum(message_facts(message)[1] for message in request.messages)
-    estimate += estimate_tokens(compact(request.tools)) if request.tools else 0
-    budget = prompt_budget(request, window)
-    if estimate * state.calibration > budget:
-        raise RunEnded(f"the history needs about {estimate * state.calibration:,.0f} tokens and the window of "
-                       f"{window:,} leaves {budget:,}", code=ExitCode.CONTEXT,
-                       mend="give the model a larger window with --context, or send less")
-    return estimate
+def request_estimate(request: Request) -> int:
+    """Our own count of a request's tokens."""
+    return sum(message_facts(message)[1] for message in request.messages) + (
+        estimate_tokens(compact(request.tools)) if request.tools else 0)
 
 
 def prompt_budget(request: Request, window: int) -> int:
@@ -4973,7 +5076,7 @@ class HttpModel:
         tries: dict[Again, int] = {}
         while True:
             try:
-                return self.exchange(path, write(dialect), read)
+                return self.measured(path, write(dialect), read, notice)
             except ModelError as error:
                 learned = lesson(error, dialect, write)
                 if learned:
@@ -4985,6 +5088,29 @@ class HttpModel:
                     raise with_ending(error) from error
                 notice(ModelRetried(error.what, wait))
                 self.sleep(wait)
+
+    def measured(self, path: str, body: JSON, read: Callable[[HttpReply], Any], notice: Callable[[Event], None]) -> Any:
+        """What `read` makes of the answer; what a log may know of the exchange is told when it is over."""
+        began, sizes, outcome, usage = time.monotonic(), {"status": None, "sent": 0, "received": 0}, "ok", Usage()
+
+        def counted(reply: HttpReply) -> Any:
+            sizes.update(status=reply.status, sent=reply.sent_bytes)
+            def chunks() -> Iterator[bytes]:
+                for chunk in reply.chunks:
+                    sizes["received"] += len(chunk)
+                    yield chunk
+            return read(replace(reply, chunks=chunks()))
+
+        try:
+            result = self.exchange(path, body, counted)
+            usage = result.usage if isinstance(result, Reply) else usage
+            return result
+        except ModelError as error:
+            outcome = str(error.kind)
+            raise
+        finally:
+            notice(ModelRequested(self.endpoint + path, self.name, sizes["status"], round(time.monotonic() - began, 3),
+                                  sizes["sent"], sizes["received"], usage, outcome))
 
     def exchange(self, path: str, body: JSON, read: Callable[[HttpReply], Any]) -> Any:
         """What `read` makes of the answer to one request, which may be sent on to another path of the same server."""
@@ -5482,7 +5608,7 @@ def importlib_has(module: str) -> bool:
 PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained()}
 ANSWER_AT_REPEAT = 3
 ASSUMED_WINDOW = 8192  # tokens, where nobody says
-MOST_LINES, LINE_CLAMP = 100, 300
+MOST_LINES, LINE_CLAMP, MOST_QUOTES = 100, 300, 5
 NOT_IN_GRAMMARS = ("title", "description", "default", "pattern", "$schema")
 NO_TOOL_BRANCH = closed({"no_tool": {"const": True}})
 PROTOCOL = """Tools:
@@ -5569,6 +5695,61 @@ MOST_OLLAMA_WINDOW = 16_384  # tokens: a larger one may not fit the memory
 DEMO, DEMO_PARTS, DEMO_BYTES = "demo", 22, 1_117_320_768
 DEMO_FILE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 DEMO_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+
+
+# ═══ 14. Compaction ═════════════════════════════════════════════════════════════════════════════
+
+
+def droppable(history: Sequence[Message], target: float) -> int:
+    """How many messages after the opening a summary shall replace, so that those which stay are about `target` tokens:
+    never a call without its results, never the last turn. 0 where there is nothing to take."""
+    rest = history[OPENING:]
+    borders = [n for n, message in enumerate(rest) if n and message.role is not Role.TOOL]
+    sizes = [*itertools.accumulate((message_facts(message)[1] for message in reversed(rest)), initial=0)][::-1]
+    return next((n for n in borders if sizes[n] <= target), borders[-1] if borders else 0)
+
+
+def summary_request(state: State, dropped: int, window: int) -> Request:
+    """The request for a summary of the oldest messages, cut so that it fits the window itself."""
+    old = state.messages[OPENING:OPENING + dropped]
+    share = max(200, int(window / 2 * 3.5 / max(1.0, state.calibration)) // (len(old) + 1))
+    lines = [f"{message.role}: {shortened_middle(told_text(message), share)}" for message in old]
+    before = [f"Before that: {state.summary}"] if state.summary else []
+    told = fenced("What happened", "\n".join(before + lines), state.started.nonce)
+    messages = (Message(Role.SYSTEM, SUMMARY_PROMPT),
+                Message(Role.USER, f"The task: {shortened_middle(state.started.task, share)}\n\n{told}\n\n{SUMMARY_ORDER}"))
+    return Request(state.replies, messages, (), Offer.ANSWER, max(64, min(state.limits.reply_tokens, window // 8)))
+
+
+def told_text(message: Message) -> str:
+    """What a message says, calls included, as plain text."""
+    calls = [f"{call.name} {compact(call.arguments or {})}" for call in message.calls]
+    return "\n".join(part for part in (message.text or message.said, *calls) if part)
+
+
+def shortened_middle(text: str, most: int) -> str:
+    """The text, or its beginning and end where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[:most * 2 // 3]} […] {text[-(most // 3):]}"
+
+
+def compaction_of(state: State, dropped: int, reply: Reply, registry: Registry, before: int, window: int) -> HistoryCompacted:
+    """The event of a compaction. One that does not shrink the history is none, and drops nothing."""
+    old = state.messages[OPENING:OPENING + dropped]
+    skills = {name for name, tool in registry.tools.items() if isinstance(tool.kind, SkillBuiltin)}
+    kept = tuple(f"A skill that was activated:\n{message.text}" for message in old if message.role is Role.TOOL
+                 and message.name in skills)
+    summary = shortened_middle(without_thinking(reply.text)[0].strip(), window_share(window))
+    event = HistoryCompacted(before, before, summary, dropped, kept, reply.usage)
+    fresh = apply(state, event)
+    after = request_estimate(frame(fresh, registry, offer_of(fresh, registry)))
+    if not summary or after >= before:
+        return replace(event, dropped=0, kept=())
+    return replace(event, after=after)
+
+
+SUMMARY_PROMPT = "You write down what an assistant has done, for itself: it will see your notes in place of its history."
+SUMMARY_ORDER = ("Write the notes: what was found out (exact numbers, names, paths), what was changed, what is still to be done "
+                 "for the task. No more than 200 words, in the language of the task.")
 
 
 # ═══ 15. Journal ════════════════════════════════════════════════════════════════════════════════
@@ -5791,6 +5972,7 @@ class Phase(StrEnum):
     MODEL = "model"
     APPROVE = "approve"
     TOOLS = "tools"
+    COMPACT = "compact"
     ANSWER = "answer"
     DONE = "done"
 
@@ -5853,10 +6035,15 @@ class Session:
         for sink in self.parts.sinks:
             sink(event)
 
-    def pass_on(self, event: Event) -> None:
-        """The sink of a sub-agent: its events come with their records, what it streams is nobody's answer."""
-        if type(event) in (ModelRetried, ApprovalRequested, Warned):
+    def quietly(self, event: Event) -> None:
+        """Shown unless it is a piece of text, which would be taken for one of the answer."""
+        if type(event) not in DELTAS.values():
             self.notice(event)
+
+    def pass_on(self, event: Event) -> None:
+        """The sink of a sub-agent: its events come with their records, its notices as they are."""
+        if type(event) in NOTICES.values():
+            self.quietly(event)
 
     def is_readonly(self, name: str) -> bool:
         tool = self.parts.registry.tools.get(name)
@@ -5884,11 +6071,13 @@ def resume_at(state: State) -> Phase:
 def model_phase(session: Session) -> Phase:
     """One request, one accepted reply."""
     stop_where_spent(session)
-    if session.state.turns and not session.state.answer_only and session.parts.deadline.left() < wrap_up_time(session.state):
-        session.emit(ModelTold(WRAP_UP, last=True))
+    if session.parts.deadline.left() < wrap_up_time(session.state):
+        session.emit(ModelTold(WRAP_UP, wanted=Wanted.ANSWER))
     state, model = session.state, session.parts.model
     request = frame(state, session.parts.registry, offer_of(state, session.parts.registry))
-    estimate = fitted_estimate(request, state, model.window())
+    estimate = request_estimate(request)
+    if estimate * state.calibration > prompt_budget(request, model.window()):
+        return Phase.COMPACT
     try:
         reply = model.ask(request, state.dialect, session.notice)
     except Refused as refused:
@@ -5896,7 +6085,11 @@ def model_phase(session: Session) -> Phase:
             raise
         session.emit(refused.learned)
         return Phase.MODEL
-    reply = PROTOCOLS[state.call_mode].read(reply, session.parts.registry)
+    except ModelError as error:
+        if error.code is not ExitCode.CONTEXT or not droppable(state.messages, 0) or state.compactions >= MOST_COMPACTIONS:
+            raise
+        return Phase.COMPACT
+    reply = read_reply_of(state, reply, session.parts.registry)
     calls = tuple(replace(call, id=f"c{state.calls_made + n}") for n, call in enumerate(reply.calls, 1))
     cut = prompt_was_cut(state, reply.usage.prompt, estimate, prompt_budget(request, model.window()), model.window())
     session.emit(ModelReplied(
@@ -5908,10 +6101,42 @@ def model_phase(session: Session) -> Phase:
     return resume_at(session.state)
 
 
+def read_reply_of(state: State, reply: Reply, registry: Registry) -> Reply:
+    """The reply as what was asked for: under a protocol, as evidence, or as JSON."""
+    if state.wanted in SHAPES:
+        return replace(reply, calls=(), evidence=quotes_in(reply.text) if state.wanted is Wanted.EVIDENCE else ())
+    return PROTOCOLS[state.call_mode].read(reply, registry)
+
+
+def compact_phase(session: Session) -> Phase:
+    """Makes the history fit: the model sums up its oldest part. Raises RunEnded (exit 7) where that cannot help."""
+    state, parts, window = session.state, session.parts, session.parts.model.window()
+    request = frame(state, parts.registry, offer_of(state, parts.registry))
+    before, budget = request_estimate(request), prompt_budget(request, window)
+    opening = sum(message_facts(message)[1] for message in state.messages[:OPENING])
+    dropped = droppable(state.messages, min(before, budget / state.calibration) / 2 - opening)
+    if not dropped or state.compactions >= MOST_COMPACTIONS:
+        raise RunEnded(f"the history needs about {before * state.calibration:,.0f} tokens and the window of {window:,} "
+                       f"leaves {budget:,}", code=ExitCode.CONTEXT, mend=SEND_LESS)
+    try:
+        asked = summary_request(state, dropped, window)
+        reply = parts.model.ask(asked, state.dialect, session.quietly)
+    except Refused as refused:
+        session.emit(refused.learned)
+        return Phase.COMPACT
+    except ModelError as error:
+        if error.code is not ExitCode.CONTEXT:
+            raise
+        asked, reply = None, Reply()
+    event = compaction_of(state, dropped, reply, parts.registry, before, window)
+    session.emit(replace(event, request_sha256=request_digest(asked) if asked else ""))
+    return Phase.MODEL
+
+
 def react(session: Session, reply: Reply) -> None:
     """What a reply calls for beside its calls: another call mode, a word to the model, or its text."""
     state = session.state
-    told_off = complaint(state, reply)
+    told_off = complaint(state, reply) if state.wanted not in SHAPES else ""
     if any(call.via is Via.TEXT for call in reply.calls) and may_move_on(state):
         session.emit(replace(TO_JSON, reason="the model prints its calls as text"))
     if state.empty_replies:
@@ -5942,8 +6167,8 @@ def prompt_was_cut(state: State, counted: int | None, estimate: int, budget: int
 
 
 def wrap_up_time(state: State) -> float:
-    """How many seconds before the deadline the model is told to answer with what it has."""
-    return min(60.0, state.limits.timeout_s / 10)
+    """How many seconds before the deadline the model is told to answer with what it has; 0 where it was told."""
+    return min(60.0, state.limits.timeout_s / 10) if state.turns and state.wanted is Wanted.ANYTHING else 0.0
 
 
 def stop_where_spent(session: Session) -> None:
@@ -5953,7 +6178,7 @@ def stop_where_spent(session: Session) -> None:
     if state.repeated >= MOST_REPEATS:
         raise RunEnded(f"the same call had the same result {state.repeated} times", code=ExitCode.STALLED,
                        mend="the model goes in circles: word the task differently, or use another model")
-    if state.turns >= limits.max_turns:
+    if state.turns >= limits.max_turns and state.wanted not in SHAPES:  # a form of the answer is no turn of its own
         raise turn_limit(session)
     spent = spent_tokens(state)
     if limits.max_tokens and spent >= limits.max_tokens:
@@ -6234,7 +6459,7 @@ def agent_started(session: Session, call: ToolCall, agent: Agent, task: str, lim
     mode = state.started.call_mode if state.call_mode is CallMode.NATIVE else state.call_mode
     return replace(
         state.started, session=f"{state.started.session}/{call.id}", task=task, system=agent.system, data="", files=(),
-        call_mode=mode, options=replace(state.started.options, limits=limits), grants=(),
+        call_mode=mode, options=replace(state.started.options, limits=limits, schema=None, cite=False), grants=(),
         nonce=digest([state.started.nonce, call.id])[:16], tools=tuple(session.parts.registry.of_agent(agent).tools))
 
 
@@ -6248,7 +6473,33 @@ def answer_phase(session: Session) -> Phase:
         limit = session.state.limits.reply_tokens
         raise RunEnded("the answer was cut by its own length", mend="go on with more --reply-tokens", code=ExitCode.LIMIT,
                        command=session.parts.way_on(session.state, ("--reply-tokens", str(limit * 2))))
+    state, options = session.state, session.state.started.options
+    if options.cite and not grounded(state, state.evidence):
+        return ask_again(session, Wanted.EVIDENCE, CITE if state.wanted is not Wanted.EVIDENCE else UNGROUNDED_LINES)
+    if options.schema is not None and state.wanted is not Wanted.JSON:
+        return ask_again(session, Wanted.JSON, f"{AS_JSON} {compact(options.schema)}")
+    problem = json_problem(state) if options.schema is not None else None
+    if problem:
+        return ask_again(session, Wanted.JSON, f"That does not match the schema: {problem}. {AS_JSON} {compact(options.schema)}")
     return Phase.DONE
+
+
+def ask_again(session: Session, wanted: Wanted, text: str) -> Phase:
+    """Asks for the answer in a form, with two more tries. Raises RunEnded: exit 9 for evidence, 8 for JSON."""
+    state, nothing = session.state, not any(lines for _, lines in sources_of(session.state))
+    if wanted is Wanted.EVIDENCE and nothing:
+        raise RunEnded("no tool ran and no data was given: there is nothing that could show the answer", code=ExitCode.UNUSABLE)
+    if state.wanted is wanted and state.wanted_times > MOST_SHAPINGS:
+        what, code = SHAPE_ENDS[wanted]
+        raise RunEnded(what, code=code, mend="use a larger model, or ask for less")
+    session.emit(ModelTold(text, wanted=wanted))
+    return Phase.MODEL
+
+
+def json_problem(state: State) -> str | None:
+    """Why the last reply is no JSON of the user's schema; None where it is."""
+    value = json_of(state.last_reply.text)
+    return "it is no JSON" if value is MISSING else argument_problem(state.started.options.schema, value)
 
 
 def finish(session: Session, error: AgentLoopError | None) -> SessionFinished:
@@ -6260,12 +6511,20 @@ def finish(session: Session, error: AgentLoopError | None) -> SessionFinished:
     code = error.code if error else ExitCode.ANSWERED_DENIED if state.denied else ExitCode.ANSWERED
     kind = getattr(error, "kind", code.outcome)
     finished = SessionFinished(
-        code.outcome, int(code), state.last_reply.text if state.answered else None,
+        code.outcome, int(code), answer_of(state, code),
         state.started.session, state.turns, state.usage, round(session.parts.clock() - session.began, 3),
         state.denied + pending_denials(state), evidence_of(state), dict(state.tool_counts), state.warnings,
         Failure(kind, str(error), getattr(error, "status", None)) if error else None)
     session.emit(finished)
     return finished
+
+
+def answer_of(state: State, code: ExitCode) -> JSON:
+    """The answer as it is printed: a text, or the JSON value that was asked for; None where there is none."""
+    done = code in (ExitCode.ANSWERED, ExitCode.ANSWERED_DENIED)
+    if state.started.options.schema is not None and done:
+        return json_of(state.last_reply.text)
+    return accepted_answer(state)
 
 
 def pending_denials(state: State) -> tuple[Denied, ...]:
@@ -6281,7 +6540,7 @@ def evidence_of(state: State) -> tuple[Evidence, ...]:
     if not state.answered:
         return ()
     found = []
-    for quote in state.last_reply.evidence:
+    for quote in state.evidence:
         place = next(((source, n) for source, lines in sources_of(state) for n, line in enumerate(lines, 1)
                       if quote in line), None)
         if place:
@@ -6290,6 +6549,13 @@ def evidence_of(state: State) -> tuple[Evidence, ...]:
 
 
 WRAP_UP = "The time is nearly up. Answer now with what you have; no tool can be called any more."
+CITE = "Which lines of the results or of the data above show that answer? Copy each line, to the letter, as JSON:" \
+       ' {"evidence": ["LINE"]}'
+UNGROUNDED_LINES = "Not every one of those is a line of a result or of the data, to the letter. Copy such lines, as JSON."
+AS_JSON = "Give that answer as JSON, and nothing else, that matches this JSON Schema:"
+SHAPE_ENDS = {Wanted.EVIDENCE: ("the answer cannot be shown by a line of a result or of the data", ExitCode.UNUSABLE),
+              Wanted.JSON: ("the answer does not match the schema", ExitCode.SCHEMA)}
+MOST_SHAPINGS, MOST_COMPACTIONS = 2, 2
 MOST_CALLS, MOST_OUTPUT = 64, 65_536  # calls of a turn, characters of a result (approvals.md 8)
 MOST_REPEATS = 5
 MOST_BROKEN = 3
@@ -6302,7 +6568,7 @@ AGENT_ENDS = frozenset((ExitCode.LIMIT, ExitCode.STALLED, ExitCode.CONTEXT, Exit
 AT_ONCE = 16  # read-only calls that run at the same time
 DECISION_WORDS = {ToolStatus.DENIED: "denied", ToolStatus.ERROR: "error"}
 PHASES = {Phase.MODEL: model_phase, Phase.APPROVE: approve_phase, Phase.TOOLS: tools_phase,
-          Phase.ANSWER: answer_phase}
+          Phase.COMPACT: compact_phase, Phase.ANSWER: answer_phase}
 
 
 # ═══ 17. Output ═════════════════════════════════════════════════════════════════════════════════
@@ -6327,7 +6593,8 @@ class Loudness(StrEnum):
 def print_answer(event: Event, write: Callable[[str], None]) -> None:
     """`text`: the answer, once, at the end, and nothing where there is none."""
     if isinstance(event, SessionFinished) and event.exit_code in (ExitCode.ANSWERED, ExitCode.ANSWERED_DENIED):
-        write(safe_answer(event.answer or "") + "\n")
+        text = event.answer if isinstance(event.answer, str) else json.dumps(event.answer, ensure_ascii=False)
+        write(safe_answer(text) + "\n")
 
 
 def print_object(event: Event, write: Callable[[str], None]) -> None:
@@ -6337,8 +6604,9 @@ def print_object(event: Event, write: Callable[[str], None]) -> None:
 
 
 def print_event(event: Event, write: Callable[[str], None]) -> None:
-    """`jsonl`: one event a line."""
-    write(to_json(to_record(event)) + "\n")
+    """`jsonl`: one event a line; what only a log is for is left to it."""
+    if not isinstance(event, ModelRequested):
+        write(to_json(to_record(event)) + "\n")
 
 
 def safe_answer(text: str) -> str:
@@ -6369,6 +6637,40 @@ def finished_line(event: ToolFinished) -> str:
     return f"{event.call} {event.status} in {event.duration_s:.2f}s: {first}"
 
 
+class Log:
+    """`--log FILE`: a JSON line for each request and each tool call; never a prompt, an argument or an output."""
+
+    def __init__(self, path: str, session: str):
+        try:
+            self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot be written: {error.strerror}", f"--log {path}") from error
+        self.path, self.session = path, session
+
+    def show(self, event: Event, inside: str = "") -> None:
+        """The sink. Raises ConfigError when the file cannot be written: a log with holes is none."""
+        if isinstance(event, AgentStep):
+            self.show(from_record(event.event, event.call), f"{event.call}/")
+            return
+        entry = LOGGED[type(event)](event) if type(event) in LOGGED else None
+        if entry is None:
+            return
+        if "call" in entry:
+            entry["call"] = inside + entry["call"]
+        line = to_json({"at": iso_time(time.time()), "session": self.session, **entry}) + "\n"
+        try:
+            write_all(self.descriptor, line.encode())
+        except OSError as error:
+            raise ConfigError(f"cannot be written: {error.strerror}", f"--log {self.path}") from error
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def iso_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
 def agent_line(event: AgentStep) -> str | None:
     """What its own event would say, after the call that the sub-agent runs in."""
     step = from_record(event.event, event.call)
@@ -6384,11 +6686,20 @@ def decided_line(event: CallDecided) -> str | None:
 PRINTERS = {OutputFormat.TEXT: print_answer, OutputFormat.JSON: print_object, OutputFormat.JSONL: print_event}
 PROGRESS = {SessionStarted: started_line, AgentStep: agent_line, ModelReplied: replied_line, ToolFinished: finished_line,
             CallDecided: decided_line,
+            HistoryCompacted: lambda event: f"history compacted: {event.before:,} to {event.after:,} tokens" if event.dropped
+            else "the history could not be compacted",
             RequestAdapted: lambda event: one_line(event.change + (f" ({event.reason})" if event.reason else ""), 400),
             ModelTold: lambda event: f"the model is told: {one_line(event.text)}",
             ModelRetried: lambda event: f"asking again in {event.wait_s:.1f}s: {one_line(event.reason)}",
             Warned: lambda event: f"warning: {one_line(event.text, 400)}"}
 VERBOSE_ONLY = {CallDecided, ModelTold}
+LOGGED = {
+    ModelRequested: lambda event: {"kind": "request", **vars(event)},
+    ToolFinished: lambda event: {"kind": "tool", "call": event.call, "name": event.name, "status": event.status, "duration_s":
+                                 event.duration_s, "output_bytes": len(event.output.encode()) + event.omitted.bytes},
+    SessionFinished: lambda event: {"kind": "session", "outcome": event.outcome, "exit_code": event.exit_code,
+                                    "turns": event.turns, "usage": event.usage, "duration_s": event.duration_s},
+}
 
 
 # ═══ 18. CLI ════════════════════════════════════════════════════════════════════════════════════
@@ -6416,6 +6727,13 @@ class Scopes(StrEnum):
 
     HIDDEN = "events"
     SHOWN = "scopes"
+
+
+class Evidencing(StrEnum):
+    """Whether the answer must be shown by quoted lines."""
+
+    OPTIONAL = "optional"
+    DEMANDED = "demanded"
 
 
 @value
@@ -6450,6 +6768,9 @@ class Flags(Value):
     on_overlap: OnOverlap = OnOverlap.SKIP
     settled: tuple[str, ...] = ()
     prune: str = ""
+    schema: str = ""
+    cite: Evidencing = Evidencing.OPTIONAL
+    log: str = ""
     scopes: Scopes = Scopes.HIDDEN
 
 
@@ -6501,6 +6822,11 @@ class Streams:
         except OSError as error:
             self.unsaid = b""
             raise ConfigError(f"cannot be written: {error.strerror}", "stdout") from error
+
+    def retried(self, event: Event) -> None:
+        """The sink where there is no session: that a request is made again is said, the rest is not."""
+        if isinstance(event, ModelRetried):
+            self.err(f"agentloop: {progress_line(event, self.loudness)}")
 
     def err(self, text: str) -> None:
         try:
@@ -6747,7 +7073,7 @@ def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, ta
     """The first event of a session. A replay takes from the recording what the command line does not say."""
     flags, machine = setup.asked.flags, setup.asked.machine
     options = Options(limits, replace(choice.options, context=model.window()), setup.manifest.where, flags.only,
-                      flags.on_deny or "")
+                      flags.on_deny or "", answer_schema(flags.schema), flags.cite is Evidencing.DEMANDED)
     started = SessionStarted(
         os.urandom(4).hex(), __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
         options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
@@ -6759,6 +7085,19 @@ def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, ta
     return replace(started, nonce=before.nonce, call_mode=before.call_mode, files=files or before.files,
                    system=started.system if flags.system else before.system,
                    options=replace(options, limits=limits_of(flags, Manifest(), before.options.limits)))
+
+
+def answer_schema(path: str) -> JSON:
+    """The JSON Schema in a file, None for no file. Raises ConfigError for what is none."""
+    if not path:
+        return None
+    try:
+        schema = json.loads(read_file(path))
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}", f"--schema {path}") from error
+    if not isinstance(schema, dict):
+        raise ConfigError("a JSON Schema is a table", f"--schema {path}")
+    return checked_schema(schema, f"--schema {path}")
 
 
 def checked_name(name: str, where: str) -> str:
@@ -6916,10 +7255,6 @@ def listed_line(kept: Kept) -> str:
         one_line(kept.started.task, 60)
 
 
-def iso_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
 def tidy(asked: Invocation, finished_s: float, other_s: float) -> None:
     """Removes old sessions, and says so in one line where there were any."""
     removed, size = prune(sessions_folder(asked.machine), finished_s, other_s, MOST_KEPT, time.time())
@@ -6953,7 +7288,7 @@ def denied_line(finished: SessionFinished) -> AgentLoopError | None:
 
 def answer_line(event: Event) -> str:
     if isinstance(event, SessionFinished):
-        return f"{event.outcome} (exit {event.exit_code}): " + on_one_line(event.answer or "")
+        return f"{event.outcome} (exit {event.exit_code}): " + on_one_line(as_text(event.answer or ""))
     return ""
 
 
@@ -6973,7 +7308,12 @@ def drive(setup: Setup, choice: ModelChoice, model: Any, deadline: Deadline, jou
     gc.freeze()
     gc.enable()
     setup.asked.closing.callback(journal.close)
-    session = Session(parts_of(setup, choice, deadline, journal, model), setup.grants, state)
+    parts = parts_of(setup, choice, deadline, journal, model)
+    if setup.asked.flags.log:
+        log = Log(setup.asked.flags.log, (state.started or opening).session)
+        setup.asked.closing.callback(log.close)
+        parts = replace(parts, sinks=(*parts.sinks, log.show))
+    session = Session(parts, setup.grants, state)
     if state.started:
         setup.asked.streams.show(state.started)
     for orphan in state.spawned.values():
@@ -7092,7 +7432,7 @@ def system_text(setup: Setup, window: int) -> str:
     return "\n\n".join(part for part in (own, listed, *(skill_text(skills[name]) for name in flags.preloaded)) if part)
 
 
-def build_app(wanted: list[Wanted]) -> Any:
+def build_app(wanted: list[CommandLine]) -> Any:
     """The typer application; a command only leaves in `wanted` what it was asked for."""
     import typer
     app = typer.Typer(help="Gives a language model the tools that a manifest lists, and asks before it uses them.",
@@ -7111,10 +7451,11 @@ def build_app(wanted: list[Wanted]) -> Any:
     add_run(app, wanted)
     add_resume(app, wanted)
     add_check_and_show(app, wanted)
+    add_endpoints(app, wanted)
     return app
 
 
-def add_run(app: Any, wanted: list[Wanted]) -> None:
+def add_run(app: Any, wanted: list[CommandLine]) -> None:
     """The command `run`, its most used options first."""
     from typer import Argument as argument
     from typer import Option as option
@@ -7129,6 +7470,8 @@ def add_run(app: Any, wanted: list[Wanted]) -> None:
             approve: Approve = option(None, "--approve", help="Who is asked about the other calls."),
             on_deny: OnDeny = option(None, "--on-deny", help="What a denied call does."),
             output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
+            schema: str = option("", "--schema", metavar="FILE", help="A JSON Schema that the answer must match."),
+            cite: bool = option(False, "--cite", help="Take only an answer that quoted lines show."),
             system: str = option("", "--system", metavar="TEXT|@FILE", help="Another system prompt."),
             file: list[str] = option([], "-f", "--file", help="A file to send along."),
             stdin: StdinMode = option("auto", "--stdin", help="What stdin is."),
@@ -7145,6 +7488,7 @@ def add_run(app: Any, wanted: list[Wanted]) -> None:
             context: int = option(None, "--context", help="The model's window in tokens."),
             calls: CallMode = option(None, "--calls", help="How calls are made."),
             journal: str = option("", "--journal", metavar="FILE|none", help="Where the session is kept."),
+            log: str = option("", "--log", metavar="FILE", help="A log for machines: a line a request and a tool call."),
             quiet: bool = option(False, "-q", "--quiet", help="Say nothing on success."),
             verbose: bool = option(False, "-v", "--verbose", help="Say more."),
     ) -> None:
@@ -7152,11 +7496,11 @@ def add_run(app: Any, wanted: list[Wanted]) -> None:
         flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
                       stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
                       Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL, skills, tuple(skill), session,
-                      lock, on_overlap)
-        wanted.append(Wanted(start, flags))
+                      lock, on_overlap, schema=schema, cite=Evidencing.DEMANDED if cite else Evidencing.OPTIONAL, log=log)
+        wanted.append(CommandLine(start, flags))
 
 
-def add_resume(app: Any, wanted: list[Wanted]) -> None:
+def add_resume(app: Any, wanted: list[CommandLine]) -> None:
     """The command `resume`: the options of `run` but those of its input."""
     from typer import Argument as argument
     from typer import Option as option
@@ -7177,18 +7521,19 @@ def add_resume(app: Any, wanted: list[Wanted]) -> None:
             timeout: str = option("", "--timeout", help="Deadline of this run."),
             max_tokens: int = option(None, "--max-tokens", help="Tokens of the whole session."),
             reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply."),
+            log: str = option("", "--log", metavar="FILE", help="A log for machines."),
             quiet: bool = option(False, "-q", "--quiet", help="Say nothing on success."),
             verbose: bool = option(False, "-v", "--verbose", help="Say more."),
     ) -> None:
         """Go on with a session that stopped."""
         flags = Flags(task=task, session=session, url=url, tools=tools, grants=tuple(yes_scope), approve=approve,
                       on_deny=on_deny, output=output, only=tuple(only), max_turns=max_turns, timeout=timeout,
-                      max_tokens=max_tokens, reply_tokens=reply_tokens, settled=tuple(settle),
+                      max_tokens=max_tokens, reply_tokens=reply_tokens, settled=tuple(settle), log=log,
                       loudness=Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
-        wanted.append(Wanted(go_on, flags))
+        wanted.append(CommandLine(go_on, flags))
 
 
-def add_check_and_show(app: Any, wanted: list[Wanted]) -> None:
+def add_check_and_show(app: Any, wanted: list[CommandLine]) -> None:
     """The commands that run nothing."""
     from typer import Argument as argument
     from typer import Option as option
@@ -7204,7 +7549,7 @@ def add_check_and_show(app: Any, wanted: list[Wanted]) -> None:
     ) -> None:
         """Say what would be decided about a call, and why."""
         flags = Flags(task=call, tools=tools, grants=tuple(yes_scope), output=output, skills=skills, only=tuple(only))
-        wanted.append(Wanted(check_call, flags))
+        wanted.append(CommandLine(check_call, flags))
 
     @app.command("show")
     def show_command(
@@ -7215,15 +7560,87 @@ def add_check_and_show(app: Any, wanted: list[Wanted]) -> None:
     ) -> None:
         """List the sessions, or show one."""
         shown = Scopes.SHOWN if scopes else Scopes.HIDDEN
-        wanted.append(Wanted(show_session, Flags(session=session, output=output, scopes=shown, prune=prune)))
+        wanted.append(CommandLine(show_session, Flags(session=session, output=output, scopes=shown, prune=prune)))
+
+
+def add_endpoints(app: Any, wanted: list[CommandLine]) -> None:
+    """The commands for a model's other endpoints."""
+    from typer import Argument as argument
+    from typer import Option as option
+
+    @app.command("generate")
+    def generate_command(
+            prompt: str = argument("-", metavar="PROMPT", help="What to reply to; - reads it from stdin."),
+            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model."),
+            url: str = option("", "--url", help="Where the model is served."),
+            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest, for its [model]."),
+            system: str = option("", "--system", metavar="TEXT|@FILE", help="A system prompt."),
+            reply_tokens: int = option(None, "--reply-tokens", help="Tokens of the reply (2048)."),
+            context: int = option(None, "--context", help="The model's window in tokens."),
+            timeout: str = option("", "--timeout", help="Deadline, e.g. 90s, 10m (10m)."),
+    ) -> None:
+        """Print one reply of the model, without tools."""
+        wanted.append(CommandLine(generate_text, Flags(task=prompt, model=model, url=url, tools=tools, system=system,
+                                                       reply_tokens=reply_tokens, context=context, timeout=timeout)))
+
+    @app.command("embed")
+    def embed_command(
+            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model."),
+            url: str = option("", "--url", help="Where the model is served."),
+            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest, for its [model]."),
+            timeout: str = option("", "--timeout", help="Deadline, e.g. 90s, 10m (10m)."),
+    ) -> None:
+        """Print a vector, a JSON list, for each line of stdin."""
+        wanted.append(CommandLine(embed_lines, Flags(task="-", model=model, url=url, tools=tools, timeout=timeout)))
+
+
+def generate_text(asked: Invocation) -> ExitCode:
+    """`generate`: one reply to a prompt."""
+    flags, (model, deadline) = asked.flags, endpoint_of(asked)
+    prompt = read_stdin(flags, asked.streams, deadline) if flags.task == "-" else flags.task
+    if not prompt.strip():
+        raise ConfigError("there is no prompt", "PROMPT", "give it as an argument, or on stdin")
+    system = read_file(flags.system[1:]) if flags.system.startswith("@") else flags.system
+    messages = (*((Message(Role.SYSTEM, system),) if system else ()), Message(Role.USER, prompt))
+    limit = limits_of(flags, Manifest(), Limits()).reply_tokens
+    reply = generate(model, Request(0, messages, (), Offer.FREE, limit), asked.streams.retried)
+    if not reply.text.strip():
+        raise RunEnded("the model gave an empty reply", code=ExitCode.UNUSABLE)
+    if reply.finish == CUT:
+        raise RunEnded("the reply was cut by its own length", mend="give it more --reply-tokens", code=ExitCode.LIMIT)
+    asked.streams.out(safe_answer(reply.text) + "\n")
+    return ExitCode.ANSWERED
+
+
+def embed_lines(asked: Invocation) -> ExitCode:
+    """`embed`: a vector for each line of stdin, BATCH lines a request."""
+    model, deadline = endpoint_of(asked)
+    if not isinstance(model, HttpModel):
+        raise ConfigError("only a server's model makes vectors", "--model")
+    lines = [line for line in read_stdin(asked.flags, asked.streams, deadline).split("\n") if line.strip()]
+    for n in range(0, len(lines), EMBED_BATCH):
+        for vector in embed(model, lines[n:n + EMBED_BATCH], asked.streams.retried):
+            asked.streams.out(to_json(vector) + "\n")
+    return ExitCode.ANSWERED
+
+
+def endpoint_of(asked: Invocation) -> tuple[Any, Deadline]:
+    """The model that is asked for, without a session, and the deadline."""
+    flags, machine = asked.flags, asked.machine
+    named = flags.tools or machine.environ.get("AGENTLOOP_TOOLS", "")
+    manifest = load_manifest(asked, named) if named else Manifest()
+    deadline = Deadline(time.monotonic() + limits_of(flags, manifest, Limits()).timeout_s)
+    choice = choose_model(flags, machine, manifest, asked.streams)
+    asked.streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, (choice.options.key_env,), (choice.key,))
+    return open_model(choice, asked, deadline), deadline
 
 
 def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> ExitCode:
     """Parses, carries out, and reports the end: the one place where an error becomes words and a code."""
-    wanted = Wanted(start, Flags(output=named_output(sys.argv)))
+    wanted = CommandLine(start, Flags(output=named_output(sys.argv)))
     streams, error, finished = Streams(wanted.flags, interrupts), None, None
     try:
-        wanted = parse_command_line() or Wanted(said_all, wanted.flags)
+        wanted = parse_command_line() or CommandLine(said_all, wanted.flags)
         streams = Streams(wanted.flags, interrupts)
         with contextlib.ExitStack() as closing:
             ended = wanted.act(Invocation(wanted.flags, streams, interrupts, machine(), closing))
@@ -7284,12 +7701,12 @@ def open_standard_descriptors() -> None:
             os.open("/dev/null", mode)
 
 
-def parse_command_line() -> Wanted | None:
+def parse_command_line() -> CommandLine | None:
     """What the arguments ask for; None where help or the version was all. Raises ConfigError for wrong ones,
     Interrupted when nobody reads the help."""
     import typer
     usage_error = typer.BadParameter.__mro__[1].__mro__[1]  # click's, wherever this typer keeps it
-    wanted: list[Wanted] = []
+    wanted: list[CommandLine] = []
     try:
         build_app(wanted)(sys.argv[1:] or ["--help"], standalone_mode=False, prog_name="agentloop")
         if sys.stdout:  # it was closed before the start, else
@@ -7309,7 +7726,7 @@ def said_all(asked: Invocation) -> ExitCode:
 
 
 @value
-class Wanted(Value):
+class CommandLine(Value):
     """What a command line asks for: the command, and its flags."""
 
     act: Callable[[Invocation], Any]  # returns its exit code, or the `session.finished` of a run and what ended it
@@ -7327,6 +7744,7 @@ SESSION_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DAY, MOST_KEPT = 86_400.0, 256 << 20  # seconds, bytes of finished sessions
 SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
 DATA_CAP = 4_000_000  # bytes
+EMBED_BATCH = 64  # lines a request
 LAST_PATIENCE = 2.0  # seconds that a stopped run waits for the reader of its last line
 RUNS = (start, go_on)  # the commands that always end in one session.finished
 SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds

@@ -3565,7 +3565,7 @@ def web(home: Path, *replies: tuple[int, dict, bytes]):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.wfile.write(body)
 
-        do_GET = do_PUT = answer
+        do_GET = do_PUT = do_POST = answer
 
         def log_message(self, *_):
             pass
@@ -3750,6 +3750,346 @@ def test_a_skill_is_listed_activated_and_can_be_given_from_the_start(home):
     assert "Step one." in server.requests[0]["body"]["messages"][0]["content"]
     ended = agentloop_run(home, "x", *script(home, {"text": "ok"}), "-q", "--skill", "nope")
     assert ended.code == 2 and "there is no skill 'nope'" in ended.stderr
+
+
+# ── Sessions that an administrator can trust ──
+
+
+@pytest.mark.parametrize("said,code,effects", [("done", 0, 1), ("failed", 0, 1), ("retry", 0, 2)], ids=["done", "failed", "retry"])
+def test_a_person_settles_what_is_not_known(home, said, code, effects):
+    (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
+    flags = script(home, call("run_shell", command="echo x >>effects; touch there; test -e settled || sleep 60"), {"text": "fine"})
+    process = agentloop_popen(home, "run", "x", *flags, *SHELL, "-q", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: (home / "there").exists())
+    process.kill()
+    process.communicate()
+    session = journal_of(home).stem
+    uncertain = agentloop_run(home, session, *SHELL, "-q", command="resume")
+    assert uncertain.code == 10 and uncertain.stderr.splitlines()[-1].endswith(f"resume {session} --yes-scope run_shell --settle c1=done")
+    for wrong in ("c2=done", "c1=perhaps"):
+        assert agentloop_run(home, session, *SHELL, "-q", "--settle", wrong, command="resume").code == 2
+    (home / "settled").touch()
+    ended = agentloop_run(home, session, *SHELL, "-q", "--settle", f"c1={said}", command="resume")
+    assert (ended.code, ended.stdout) == (code, "fine\n") and (home / "effects").read_text() == "x\n" * effects
+    keys = {record["key"] for record in records_of(journal_of(home)) if record["type"] == "tool.started"}
+    assert len(keys) == 1
+
+
+def test_an_uncertain_call_of_a_sub_agent_is_settled_by_its_path(home):
+    (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"') + AGENT.replace('"add"', '"run_shell"'))
+    flags = script(home, call("helper", task="x"), call("run_shell", command="touch there; sleep 60"), {"text": "inner"}, {"text": "outer"})
+    grants = (*SHELL, "--yes-scope", "helper")
+    process = agentloop_popen(home, "run", "x", *flags, *grants, "-q", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: (home / "there").exists())
+    process.kill()
+    process.communicate()
+    ended = agentloop_run(home, str(journal_of(home)), *grants, "-q", command="resume")
+    assert ended.code == 10 and ended.stderr.splitlines()[-1].endswith("--settle c1/c1=done")
+    assert agentloop_run(home, str(journal_of(home)), *grants, "-q", "--settle", "c1/c1=done", command="resume") == Ended(0, "outer\n", "")
+
+
+DAMAGES = {
+    "zeros": (lambda lines: [lines[0], b"\0" * 300 + b"\n", *lines[2:]], ":2: zeros where a record was"),
+    "two-on-one-line": (lambda lines: [lines[0], lines[1].rstrip(b"\n") + lines[2], *lines[3:]], ":2: two records on one line"),
+    "unknown-event": (lambda lines: [lines[0], b'{"type": "tool.undone", "seq": 2, "at": ""}\n', *lines[2:]], ":2: not an event that this version knows"),
+    "newer-version": (lambda lines: [lines[0].replace(b'"journal": 1', b'"journal": 2'), *lines[1:]], ":1: a journal of version 2, and this agentloop knows 1"),
+    "not-json": (lambda lines: [lines[0], b"what?\n", *lines[2:]], ":2: this line is no record"),
+}
+
+
+@pytest.mark.parametrize("damage,message", DAMAGES.values(), ids=DAMAGES)
+def test_each_damage_has_its_place_and_its_name_and_show_reads_the_rest(home, damage, message):
+    agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q", "--journal", "j.jsonl", "--max-turns", "2")
+    lines = (home / "j.jsonl").read_bytes().splitlines(keepends=True)
+    (home / "j.jsonl").write_bytes(b"".join(damage(lines)))
+    ended = agentloop_run(home, "./j.jsonl", "-q", *GRANTED, command="resume")
+    assert ended.code == 2 and f"j.jsonl{message}" in ended.stderr and len(ended.stderr.splitlines()) == 1
+    shown = agentloop_run(home, "./j.jsonl", "-o", "jsonl", command="show")
+    assert shown.code == 2 and f"j.jsonl{message}" in shown.stderr and shown.events[-1]["type"] == "session.finished"
+    assert len(shown.events) >= len(lines) - 2
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 4096, b'{"type": "tool.fin', b"\0\0\n\0"], ids=["zeros", "half", "zeros-and-lines"])
+def test_what_a_crash_left_at_the_end_is_cut_and_said(home, tail):
+    agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q", "--journal", "j.jsonl", "--max-turns", "1")
+    with open(home / "j.jsonl", "ab") as file:
+        file.write(tail)
+    if tail == b"\0\0\n\0":  # a line of zeros that was ended is damage, not a tail
+        assert agentloop_run(home, "./j.jsonl", "-q", *GRANTED, command="resume").code == 2
+        return
+    ended = agentloop_run(home, "./j.jsonl", *GRANTED, "--max-turns", "9", command="resume")
+    assert (ended.code, ended.stdout) == (0, "The answer is 60.\n") and f"a torn record of {len(tail)} bytes was cut" in ended.stderr
+
+
+def test_text_with_line_separators_stays_one_record(home):
+    ended = agentloop_run(home, "a\u2028b\u2029c\x85d", *script(home, {"text": "e\u2028f"}), "-q", "--journal", "j.jsonl")
+    assert ended == Ended(0, "e\u2028f\n", "") and len((home / "j.jsonl").read_bytes().splitlines()) == 3
+    assert agentloop_run(home, "./j.jsonl", "-q", command="resume") == ended
+
+
+def test_a_replay_repeats_both_sides_and_starts_nothing(home):
+    (home / "m.toml").write_text(ARITHMETIC + AGENT)
+    replies = [batch(("add", {"a": 1, "b": 2}), ("multiply", {"a": 2, "b": 2})), call("helper", task="x"), call("add", a=5, b=5), {"text": "in"}, {"text": "out"}]
+    first = agentloop_run(home, "do", *script(home, *replies), *GRANTED, "--yes-scope", "helper", "-o", "json", "-q", "--journal", "j.jsonl", stdin="data")
+    assert first.code == 0 and added(home) == [3, 10]
+    words = ("-m", "replay:./j.jsonl", "-t", "m.toml", "-q", "-o", "json", "--journal", "none")
+    again = agentloop_run(home, "", *words)
+    assert (again.code, again.object["answer"], again.object["tool_counts"]) == (0, "out", first.object["tool_counts"]) and added(home) == [3, 10]
+    other = agentloop_run(home, "do something else", *words[:-1], "again.jsonl")
+    assert other.code == 11 and "request 1 is not the recorded one: message 2 (user) had 'do" in other.stderr and "something else" in other.stderr
+    (home / "m.toml").write_text(ARITHMETIC + AGENT + OTHER)
+    assert "the system prompt or the tools differ" in agentloop_run(home, "", *words).stderr
+
+
+def test_a_replay_opens_no_socket_and_starts_no_process(home):
+    agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q", "--journal", "j.jsonl")
+    words = [sys.executable, str(HERE / "agentloop.py"), "run", "-m", "replay:./j.jsonl", "-t", "m.toml", "--journal", "none"]
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    done = subprocess.run(["strace", "-f", "-e", "trace=socket,execve", "-o", "trace", *words], cwd=home, env=program_environment(home),
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.stdout == "The answer is 60.\n"
+    assert len(re.findall(r"execve\(|socket\(", (home / "trace").read_text())) == 1  # the program itself
+
+
+def test_a_named_session_goes_on_until_it_is_finished(home):
+    words = ("-q", "--session", "nightly", "-t", "m.toml")
+    assert agentloop_run(home, "t", *script(home, *TWELVE), *words, *GRANTED, "--max-turns", "1").code == 5
+    ended = agentloop_run(home, "t", *script(home, *TWELVE), *words, *GRANTED, "--max-turns", "9")
+    assert ended == Ended(0, "The answer is 60.\n", "") and added(home) == [20]
+    assert len(list((home / "state" / "agentloop" / "sessions").iterdir())) == 1
+    assert agentloop_run(home, "t", *script(home, {"text": "new"}), *words) == Ended(0, "new\n", "")
+    assert agentloop_run(home, "another", *script(home, {"text": "other"}), *words) == Ended(0, "other\n", "")
+    listed = [json.loads(line) for line in agentloop_run(home, "", "-o", "jsonl", command="show").stdout.splitlines()]
+    assert [(entry["name"], entry["task"], entry["outcome"]) for entry in listed] == [
+        ("nightly", "another", "answered"), ("nightly", "t", "answered"), ("nightly", "t", "answered")]
+    assert agentloop_run(home, "nightly", "-q", command="resume") == Ended(0, "other\n", "")
+    text = agentloop_run(home, "", command="show").stdout.splitlines()
+    assert len(text) == 3 and re.fullmatch(r"[0-9a-f]{8}  \S+Z  answered         nightly: another", text[0])
+    assert agentloop_run(home, "t", *script(home, {"text": "new"}), "-q", "--session", "a/b").code == 2
+
+
+def test_one_run_at_a_time_has_a_lock(home):
+    (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
+    flags = script(home, call("run_shell", command="touch there; sleep 4"), {"text": "first"})
+    process = agentloop_popen(home, "run", "x", *flags, *SHELL, "-q", "--lock", "job", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: (home / "there").exists())
+    flags = script(home, {"text": "second"})
+    assert agentloop_run(home, "x", *flags, "-q", "--lock", "job") == Ended(
+        75, "", "agentloop: --lock job: another run has the lock; try again later, or wait for it: --on-overlap wait\n")
+    assert agentloop_run(home, "x", *flags, "-q", "--lock", "other") == Ended(0, "second\n", "")
+    assert agentloop_run(home, "x", *flags, "-q", "--lock", "job", "--on-overlap", "wait", "--timeout", "0.3s").code == 124
+    assert agentloop_run(home, "x", *flags, "-q", "--lock", "job", "--on-overlap", "wait") == Ended(0, "second\n", "")
+    assert process.communicate() == ("first\n", "")
+
+
+def test_old_sessions_are_removed_once_a_day_and_what_runs_is_not(home):
+    folder = home / "state" / "agentloop" / "sessions"
+    kept = {}
+    for age, words, name in ((31, GRANTED, "old"), (29, GRANTED, "new"), (80, (), "denied"), (91, (), "old-denied"), (40, GRANTED, "running")):
+        before = set(folder.iterdir()) if folder.exists() else set()
+        agentloop_run(home, name, *script(home, *TWELVE), *words, "-q")
+        kept[name], = set(folder.iterdir()) - before
+        os.utime(kept[name], (time.time() - age * 86400,) * 2)
+    (home / "state" / "agentloop" / "tidied").unlink()
+    with open(kept["running"]) as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        ended = agentloop_run(home, "x", *script(home, {"text": "ok"}), "-q")
+    assert ended.code == 0 and re.fullmatch(r"agentloop: 2 old sessions removed \([0-9.]+ kB\)\n", ended.stderr)
+    assert {name for name, path in kept.items() if path.exists()} == {"new", "denied", "running"}
+    os.utime(kept["new"], (0, 0))
+    assert agentloop_run(home, "x", *script(home, {"text": "ok"}), "-q") == Ended(0, "ok\n", "") and kept["new"].exists()
+    assert agentloop_run(home, "", "--prune", "30d", command="show").code == 0 and not kept["new"].exists()
+
+
+def test_near_its_end_a_run_is_told_to_answer(home):
+    def slow(body: dict) -> dict:
+        told = body["messages"][-1]["content"]
+        return {"text": "so far"} if "time is nearly up" in str(told) else {**call("run_shell", command="sleep 0.3; date +%N"), "delay_s": 0.2}
+    with fakeserver.serve([slow] * 50, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", *served(server, *SHELL, "--timeout", "6s", "--max-turns", "50"))
+    assert ended == Ended(0, "so far\n", "") and server.requests[-1]["body"]["tool_choice"] == "none"
+
+
+@pytest.mark.slow
+def test_a_hundred_sessions_at_once_keep_their_journals_whole_and_a_lock_has_one_holder(home):
+    flags = script(home, call("run_shell", command="mkdir held || echo twice >>overlap; sleep 0.05; rmdir held 2>/dev/null; true"), *TWELVE[:2], {"text": "done"})
+    locked = ("--lock", "one")
+    processes = [(n % 5 == 0, agentloop_popen(home, "run", "x", *flags, *SHELL, *GRANTED, "-q", "--journal", f"{n}.jsonl", *(locked if n % 5 == 0 else ()),
+                                              "--timeout", "5m", environ={} if n % 5 == 0 else {"PWD": "/"}, stdin=subprocess.DEVNULL,
+                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)) for n in range(100)]
+    ends = [(is_locked, *process.communicate(timeout=240), process.returncode) for is_locked, process in processes]
+    assert {code for is_locked, _, _, code in ends if not is_locked} == {0}
+    assert {code for is_locked, _, _, code in ends if is_locked} <= {0, 75} and sum(code == 0 for is_locked, _, _, code in ends if is_locked) >= 1
+    for n, (_, stdout, _, code) in enumerate(ends):
+        if code == 0:
+            records = records_of(home / f"{n}.jsonl")
+            assert records[-1]["type"] == "session.finished" and [record["seq"] for record in records] == list(range(1, len(records) + 1))
+
+
+# ── Long histories, answers in a form ──
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.floats(0, 2000))
+def test_a_compaction_never_parts_a_call_from_its_results(turns, target):
+    history = [agentloop.Message(Role.SYSTEM, "s"), agentloop.Message(Role.USER, "t")]
+    for n, calls in enumerate(turns):
+        made = tuple(agentloop.ToolCall(f"c{n}.{m}", "f", {}) for m in range(calls))
+        history.append(agentloop.Message(Role.ASSISTANT, "x" * 50 * (not made), made))
+        history += [agentloop.Message(Role.TOOL, "result" * 30, call_id=call.id, name="f") for call in made]
+    dropped = agentloop.droppable(history, target)
+    rest = history[2 + dropped:]
+    asked = {call.id for message in rest for call in message.calls}
+    assert rest and {message.call_id for message in rest if message.role is Role.TOOL} <= asked
+    assert dropped == 0 or rest[0].role is not Role.TOOL
+
+
+def rambling(summary: str):
+    """A model that looks at ten things, and sums up when it is told to."""
+    def reply(body: dict) -> dict:
+        usage = {"prompt": len(json.dumps(body)) // 4, "completion": 20}  # a count that is near the truth
+        if "You write down" in str(body["messages"][0]["content"]):
+            return {"text": summary, "usage": usage}
+        seen.append(1)
+        command = f"echo thing {len(seen)}; yes 'a line of the thing' | head -30"
+        return {**(call("run_shell", command=command) if len(seen) <= 10 else {"text": "ten things"}), "usage": usage}
+    seen: list = []
+    return reply
+
+
+@pytest.mark.parametrize("wire,spec,path", [(Wire.OPENAI, "openai:m", "/v1"), (Wire.OLLAMA, "ollama:m", "")], ids=["openai", "ollama"])
+def test_a_history_that_is_too_long_is_summed_up_and_the_run_goes_on(home, wire, spec, path):
+    with fakeserver.serve([rambling("Things 1 and 2 were seen.")] * 40, wire=wire) as server:
+        ended = agentloop_run(home, "look at ten things", "-m", spec, "--url", server.url + path, "-t", "m.toml", "-q", "-o", "jsonl", *SHELL,
+                              "--context", "1500", "--reply-tokens", "200")
+    assert (ended.code, ended.events[-1]["answer"]) == (0, "ten things")
+    compacted = [event for event in ended.events if event["type"] == "history.compacted"]
+    assert compacted and all(event["after"] < event["before"] and event["summary"] == "Things 1 and 2 were seen." for event in compacted)
+    for seen in server.requests:
+        messages = seen["body"]["messages"]
+        if "You write down" in str(messages[0]["content"]):
+            continue
+        assert messages[1]["content"].startswith("look at ten things") and messages[0]["role"] == "system"
+        assert messages[2:3] == [] or messages[2]["role"] == "assistant"
+    assert "Things 1 and 2 were seen." in server.requests[-1]["body"]["messages"][1]["content"]
+
+
+def test_a_compaction_that_does_not_help_is_exit_7_and_an_endless_summary_is_cut(home):
+    words = (*SHELL, "--context", "1500", "--reply-tokens", "200", "-o", "jsonl")
+    with fakeserver.serve([rambling(" ")] * 40, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "look", *served(server, *words))
+    assert ended.code == 7 and "the window of 1,500 leaves" in ended.stderr
+    assert [event["dropped"] for event in ended.events if event["type"] == "history.compacted"] == [0, 0]
+    with fakeserver.serve([rambling("x" * 100_000)] * 40, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "look", *served(server, *words))
+    assert ended.code == 0 and {len(event["summary"]) for event in ended.events if event["type"] == "history.compacted"} < set(range(700, 900))
+    with fakeserver.serve([rambling("short")] * 40, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "look " + "at all of this " * 500, *served(server, *words))
+    assert ended.code == 7 and len(server.requests) == 0
+
+
+def test_an_overflow_that_the_server_reports_is_summed_up_once(home):
+    def strict(body: dict) -> dict:
+        if "You write down" in str(body["messages"][0]["content"]):
+            return {"text": "short"}
+        if len(json.dumps(body["messages"])) > 3000:
+            return {"status": 400, "body": '{"error": {"message": "x", "code": "context_length_exceeded"}}'}
+        return call("run_shell", command="yes line | head -200") if len(server.requests) < 3 else {"text": "done"}
+    with fakeserver.serve([strict] * 20, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", *served(server, *SHELL, "--context", "100000"))
+    assert ended.code in (0, 7) and (ended.code == 7 or ended.stdout == "done\n")
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties": False}
+SHAPED = {
+    "at-once": (['{"sum": 20}'], 0, {"sum": 20}),
+    "fenced": (['```json\n{"sum": 20}\n```'], 0, {"sum": 20}),
+    "repaired-once": (["twenty", '{"sum": 20}'], 0, {"sum": 20}),
+    "repaired-twice": (['{"sum": "many"}', "{}", '{"sum": 20}'], 0, {"sum": 20}),
+    "never": (["a", "b", "c", '{"sum": 20}'], 8, None),
+}
+
+
+@pytest.mark.parametrize("texts,code,answer", SHAPED.values(), ids=SHAPED)
+@pytest.mark.parametrize("wire,spec,path", [(Wire.OPENAI, "openai:m", "/v1"), (Wire.OLLAMA, "ollama:m", "")], ids=["openai", "ollama"])
+def test_an_answer_is_given_in_the_form_of_a_schema(home, wire, spec, path, texts, code, answer):
+    (home / "schema.json").write_text(json.dumps(SCHEMA))
+    replies = [TWELVE[0], {"text": "It is 20."}, *({"text": text} for text in texts)]
+    with fakeserver.serve(replies, wire=wire) as server:
+        ended = agentloop_run(home, "12+8", "-m", spec, "--url", server.url + path, "-t", "m.toml", "-q", *GRANTED, "--schema", "schema.json")
+    assert (ended.code, ended.stdout) == (code, json.dumps(answer) + "\n" if answer else "")
+    shaping = server.requests[2]["body"]
+    assert "tools" not in shaping and SCHEMA in (shaping.get("format"), shaping.get("response_format", {}).get("json_schema", {}).get("schema"))
+    assert added(home) == [20]
+
+
+def test_the_json_answer_is_a_value_in_json_output_and_a_wrong_schema_is_exit_2(home):
+    (home / "schema.json").write_text(json.dumps(SCHEMA))
+    ended = agentloop_run(home, "x", *script(home, {"text": "20"}, {"text": '{"sum": 20}'}), "-q", "-o", "json", "--schema", "schema.json")
+    assert (ended.code, ended.object["answer"]) == (0, {"sum": 20})
+    assert agentloop_run(home, ended.object["session"], "-q", command="resume").stdout == '{"sum": 20}\n'
+    for text, message in (("{", "not JSON"), ("[]", "a JSON Schema is a table"), ('{"type": "wrong"}', "wrong"), ('{"$ref": "http://x/y"}', "is not fetched")):
+        (home / "schema.json").write_text(text)
+        ended = agentloop_run(home, "x", *script(home, {"text": "20"}), "-q", "--schema", "schema.json")
+        assert ended.code == 2 and message in ended.stderr
+
+
+QUOTES = {
+    "line": (['{"evidence": ["20"]}'], 0),
+    "wrong-then-right": (['{"evidence": ["21"]}', '{"evidence": ["20"]}'], 0),
+    "no-json": (["because", "so", '["20"]'], 0),
+    "never": (['{"evidence": ["21"]}', '{"evidence": []}', "x"], 9),
+}
+
+
+@pytest.mark.parametrize("texts,code", QUOTES.values(), ids=QUOTES)
+def test_a_cited_answer_rests_on_a_line_that_is_there(home, texts, code):
+    replies = [TWELVE[0], {"text": "It is 20."}, *({"text": text} for text in texts)]
+    with fakeserver.serve(replies, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "12+8", *served(server, *GRANTED, "--cite", "-o", "json"))
+    assert ended.code == code
+    if not code:
+        assert ended.object["answer"] == "It is 20." and ended.object["evidence"] == [{"call": "c1", "line": 1, "text": "20"}]
+    assert "enum" in json.dumps(server.requests[2]["body"]["response_format"]) and "tools" not in server.requests[2]["body"]
+
+
+def test_an_answer_that_rests_on_nothing_is_not_cited_and_one_on_data_is(home):
+    assert agentloop_run(home, "x", *script(home, {"text": "It is so."}), "-q", "--cite").code == 9
+    ended = agentloop_run(home, "x", *script(home, {"text": "It failed."}, {"text": '{"evidence": ["error: disk full"]}'}), "-q", "--cite", "-o", "json",
+                          stdin="one\nerror: disk full\n")
+    assert (ended.code, ended.object["evidence"]) == (0, [{"call": "", "line": 2, "text": "error: disk full"}])
+    ended = agentloop_run(home, "x", *script(home, {"text": '{"evidence": "one", "answer": "It is one."}'}), "-q", "--cite", "--calls", "json", stdin="one\n")
+    assert ended == Ended(0, "It is one.\n", "")
+
+
+def test_a_log_for_machines_says_sizes_and_times_and_nothing_else(home):
+    with fakeserver.serve([{"status": 503, "body": ""}, call("add", a=12, b=8), {"text": "The secret answer."}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "the secret task", *served(server, *GRANTED, "--log", "log.jsonl"))
+    entries = [json.loads(line) for line in (home / "log.jsonl").read_text().splitlines()]
+    assert ended.code == 0 and [entry["kind"] for entry in entries] == ["request", "request", "tool", "request", "session"]
+    assert [(entry["status"], entry["outcome"]) for entry in entries if entry["kind"] == "request"] == [(503, "http"), (200, "ok"), (200, "ok")]
+    assert all(entry["sent_bytes"] > 100 and entry["duration_s"] >= 0 for entry in entries if entry["kind"] == "request")
+    assert entries[1]["usage"]["prompt"] > 0 and entries[2] == {**entries[2], "call": "c1", "name": "add", "status": "ok", "output_bytes": 2}
+    assert "secret" not in (home / "log.jsonl").read_text() and stat.S_IMODE((home / "log.jsonl").stat().st_mode) == 0o600
+    assert agentloop_run(home, "x", *script(home, {"text": "x"}), "-q", "--log", "no/such/folder").code == 2
+
+
+def test_one_reply_without_tools_and_a_vector_for_each_line(home):
+    with fakeserver.serve([{"text": "Hello."}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "Say hello.", "-m", "openai:m", "--url", server.url + "/v1", command="generate")
+    assert ended == Ended(0, "Hello.\n", "") and "tools" not in server.requests[0]["body"]
+    vectors = json.dumps({"data": [{"index": 1, "embedding": [3, 4]}, {"index": 0, "embedding": [1, 2]}]}).encode()
+    with web(home, (200, {"Content-Type": "application/json"}, vectors)) as (seen, url):
+        ended = agentloop_run_stdin(home, "one\n\ntwo\n", "embed", "-m", "openai:m", "--url", url + "/v1")
+    assert ended == Ended(0, "[1, 2]\n[3, 4]\n", "") and json.loads(seen[-1][3])["input"] == ["one", "two"]
+    with web(home, (200, {}, b'{"data": [{"index": 0, "embedding": [1]}]}')) as (seen, url):
+        ended = agentloop_run_stdin(home, "one\ntwo\n", "embed", "-m", "openai:m", "--url", url + "/v1")
+    assert (ended.code, ended.stdout) == (69, "") and "1 vectors for 2 texts" in ended.stderr
+
+
+def agentloop_run_stdin(home: Path, data: str, *words: str) -> Ended:
+    done = subprocess.run([sys.executable, str(HERE / "agentloop.py"), *words], cwd=home, env=program_environment(home), input=data, capture_output=True, text=True)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 # ── Size ──
