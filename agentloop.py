@@ -3575,10 +3575,35 @@ def references(value: JSON) -> Iterator[JSON]:
 
 def missing_program(tool: Tool, find_program: Callable[[str], str | None]) -> str | None:
     """The program or sandbox that a tool needs and the machine does not have."""
-    needed = tool.kind.prefix[:1] if isinstance(tool.kind, (Command, Shell)) else ()
-    if isinstance(tool.kind, Command):
-        needed += (tool.kind.argv[0],)
-    return next((program for program in needed if find_program(program) is None), None)
+    return next((program for program in needed_programs(tool) if find_program(program) is None), None)
+
+
+def needed_programs(tool: Tool) -> tuple[str, ...]:
+    """The programs that a tool starts: its sandbox, and its own."""
+    kind = tool.kind
+    return (*(kind.prefix[:1] if isinstance(kind, (Command, Shell)) else ()), *(kind.argv[:1] if isinstance(kind, Command) else ()))
+
+
+def advice_of(tools: Mapping[str, Tool]) -> Iterator[tuple[str, str]]:
+    """What makes a manifest worse than it could be, as (tool, advice): models choose by descriptions alone."""
+    if len(tools) > MANY_TOOLS:
+        yield "tools", f"{len(tools)} tools: a small model is lost among more than {MANY_TOOLS}"
+    for name, tool in tools.items():
+        if len(tool.description) < VAGUE:
+            yield name, f"its description is vague: {tool.description!r}"
+        if len(tool.schema.get("properties", {})) > MANY_PARAMETERS:
+            yield name, f"more than {MANY_PARAMETERS} parameters"
+        if tool.approval is Approval.AUTO and not tool.readonly and not isinstance(tool.kind, (PathBuiltin, TextBuiltin, SkillBuiltin)):
+            yield name, 'approval = "auto", and it is not readonly: it may change things without a question'
+
+
+def can_match(grant: Grant, tool: Tool | None) -> bool:
+    """Whether some call of the tool can match the grant, as far as its template tells."""
+    if isinstance(grant.pattern, WordPattern) and tool and isinstance(tool.kind, Command):
+        return grant.pattern.globs[0].literal in (None, tool.kind.argv[0])
+    if isinstance(grant.pattern, UrlPattern) and tool and isinstance(tool.kind, HttpTool) and not grant.pattern.subdomains:
+        return tool.kind.is_bounded(Canonical(grant.tool, ScopeForm.URL, str(replace(grant.pattern.url, path="/", fields=()))))
+    return True
 
 
 def argument_problem(schema: JSON, arguments: JSON) -> str | None:
@@ -3648,6 +3673,7 @@ KINDS = {"command": KindEntry(build_command, frozenset(("argv", "params", "schem
          "agent": KindEntry(build_agent, frozenset(("system", "tools", "max_turns")),
                             frozenset(("timeout", "readonly", "idempotent")))}
 AGENT_PROMPT = "You do one task for another assistant, with the tools you have, and answer with what you found."
+MANY_TOOLS, MANY_PARAMETERS, VAGUE = 20, 5, 12  # tools, parameters, characters of a description
 JSON_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
 PLAIN_OBJECT = frozenset(("type", "properties", "required", "additionalProperties", "title", "description"))
 PLAIN_KEYS = frozenset(("type", "description", "default", "enum", "minLength", "maxLength", "minimum", "maximum",
@@ -6729,6 +6755,14 @@ class Scopes(StrEnum):
     SHOWN = "scopes"
 
 
+class Pinning(StrEnum):
+    """What is done with tools.lock: nothing, it is written, or what differs from it is refused."""
+
+    NONE = "none"
+    WRITE = "write"
+    DEMAND = "demand"
+
+
 class Evidencing(StrEnum):
     """Whether the answer must be shown by quoted lines."""
 
@@ -6771,6 +6805,7 @@ class Flags(Value):
     schema: str = ""
     cite: Evidencing = Evidencing.OPTIONAL
     log: str = ""
+    pinning: Pinning = Pinning.NONE
     scopes: Scopes = Scopes.HIDDEN
 
 
@@ -7017,7 +7052,52 @@ def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str)
                                                *(skill.folder for skill in skills.values())) if path]
     places = replace(places, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
-    return Setup(asked, manifest, registry, places, grants, skills, asked.flags.on_deny)
+    setup = Setup(asked, manifest, registry, places, grants, skills, asked.flags.on_deny)
+    if asked.flags.pinning is Pinning.DEMAND:
+        refuse_drift(setup)
+    return setup
+
+
+def lock_path(manifest: Manifest) -> str:
+    return os.path.join(os.path.dirname(manifest.where), "tools.lock")
+
+
+def digests_of(setup: Setup) -> dict[str, str]:
+    """The SHA-256 of all that a run trusts, by what it is: the manifest, each skill, each tool's program."""
+    found = {"manifest": setup.manifest.sha256}
+    for skill in setup.skills.values():
+        found[f"skill {skill.name}"] = skill.sha256
+    for tool in setup.registry.tools.values():
+        for program in needed_programs(tool):
+            path = os.path.realpath(shutil.which(program, path=setup.asked.machine.path) or program)
+            found[f"program {path}"] = hashlib.sha256(read_bytes(path)).hexdigest()
+    return found
+
+
+def refuse_drift(setup: Setup) -> None:
+    """Raises ConfigError naming the first thing that is not what tools.lock says."""
+    path = lock_path(setup.manifest)
+    try:
+        pinned = json.loads(read_file(path)).get("pins", {})
+    except (ValueError, AttributeError) as error:
+        raise ConfigError("it cannot be read", path, "write it anew: agentloop check --pin") from error
+    for what, sha256 in digests_of(setup).items():
+        if pinned.get(what) != sha256:
+            raise ConfigError(f"{visible(what)} {'is not' if what in pinned else 'stands not'} in it"
+                              f"{' as it is now' if what in pinned else ''}", path,
+                              "look at what changed, then pin it anew: agentloop check --pin")
+
+
+def write_lock(setup: Setup) -> str:
+    """Writes tools.lock and returns its path; the pins of MCP tools in it stay."""
+    path = lock_path(setup.manifest)
+    known = json.loads(read_file(path)) if os.path.exists(path) else {}
+    text = json.dumps({**known, "pins": digests_of(setup)}, indent=1, sort_keys=True) + "\n"
+    try:
+        write_atomic(path, text.encode())
+    except ToolError as error:
+        raise ConfigError(f"cannot be written: {error.what}", path) from error
+    return path
 
 
 def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str, Skill]:
@@ -7185,6 +7265,86 @@ def check_call(asked: Invocation) -> ExitCode:
                         verdict.grant, near[0].text if near else None, near[1] if near else None)
     streams.out(to_json(found) + "\n" if flags.output is not OutputFormat.TEXT else checked_text(found))
     return {Decision.ALLOW: ExitCode.ANSWERED, Decision.DENY: ExitCode.DENIED}.get(decision, ExitCode.CONFIG)
+
+
+class Level(StrEnum):
+    """How much a finding of the preflight matters."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@value
+class Checked(Value):
+    """One finding of the preflight."""
+
+    level: Level
+    where: str
+    text: str
+
+
+def preflight(asked: Invocation) -> ExitCode:
+    """`check`: all that can be known before the first token, a line a finding. Exit 2 if a run could not work."""
+    flags, machine, streams = asked.flags, asked.machine, asked.streams
+    manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
+    setup = set_up(asked, manifest, flags.only, machine.cwd)
+    findings = [*checked_tools(setup), *checked_model(setup)]
+    if flags.pinning is Pinning.WRITE:
+        findings.append(Checked(Level.OK, "pins", f"written to {write_lock(setup)}"))
+    for finding in findings:
+        streams.out((to_json(finding) if flags.output is not OutputFormat.TEXT else
+                     f"{finding.level}: {visible(finding.where)}: {on_one_line(finding.text)}") + "\n")
+    errors = [finding for finding in findings if finding.level is Level.ERROR]
+    if errors:
+        raise ConfigError(f"{len(errors)} of these would stop a run", "check", errors[0].text)
+    return ExitCode.ANSWERED
+
+
+def checked_tools(setup: Setup) -> Iterator[Checked]:
+    """What there is to say of manifest, tools, grants and skills."""
+    tools = setup.registry.tools
+    yield Checked(Level.OK, setup.manifest.where or "no manifest", f"{len(tools)} tools, SHA-256 {setup.manifest.sha256[:16]}…")
+    for text in setup.registry.warnings:
+        yield Checked(Level.WARNING, "tools", text)
+    auto = [name for name, tool in tools.items() if tool.approval is Approval.AUTO]
+    if auto:
+        yield Checked(Level.OK, "run without asking", ", ".join(auto))
+    for where, text in advice_of(tools):
+        yield Checked(Level.WARNING, where, text)
+    for grant in setup.grants:
+        if not can_match(grant, tools.get(grant.tool)):
+            yield Checked(Level.WARNING, f"grant {grant.text!r}", "no call of that tool can ever match it")
+    for skill in setup.skills.values():
+        yield Checked(Level.OK, f"skill {skill.name}", skill.folder)
+
+
+def checked_model(setup: Setup) -> Iterator[Checked]:
+    """What there is to say of the model: whether it answers, which are offered, its window against what is sent."""
+    asked, machine = setup.asked, setup.asked.machine
+    deadline = Deadline(time.monotonic() + PREFLIGHT_WAIT)
+    try:
+        choice = choose_model(asked.flags, machine, setup.manifest, asked.streams)
+        model = open_model(choice, asked, deadline)
+        names = served_models(model.http, choice, model.endpoint) if choice.provider in MODEL_LISTS else []
+    except AgentLoopError as error:
+        yield Checked(Level.ERROR, "model", str(error))
+        return
+    if names:
+        yield Checked(Level.OK, model.endpoint, f"offers {', '.join(names[:20])}{' …' if len(names) > 20 else ''}")
+    if choice.provider in MODEL_LISTS and choice.name not in {*names, *(name.removesuffix(":latest") for name in names)}:
+        yield Checked(Level.ERROR if names else Level.WARNING, model.endpoint, f"{choice.name} is not among the models that it offers"
+                      if names else "it does not say which models it offers")
+    for warning in (*model.warnings, *far_reader(setup.registry, model.endpoint)):
+        yield Checked(Level.WARNING, "model", warning)
+    tools = getattr(model, "facts", Facts()).tools
+    if tools:
+        yield Checked(Level.OK, f"model {choice.name}", "can call tools" if tools == "yes" else
+                      "has no tool calling: the constrained protocol is used")
+    spec_tokens = sum(estimate_tokens(compact(spec)) for spec in setup.registry.specs)
+    used, window = estimate_tokens(system_text(setup, model.window())) + spec_tokens, model.window()
+    level = Level.ERROR if used > window * 3 // 4 else Level.WARNING if used > window // 3 else Level.OK
+    yield Checked(level, f"model {choice.name}", f"a window of {window:,} tokens; system prompt, tools and skills take about {used:,}")
 
 
 @value
@@ -7487,6 +7647,7 @@ def add_run(app: Any, wanted: list[CommandLine]) -> None:
             reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply (2048)."),
             context: int = option(None, "--context", help="The model's window in tokens."),
             calls: CallMode = option(None, "--calls", help="How calls are made."),
+            pinned: bool = option(False, "--pinned", help="Refuse what differs from tools.lock."),
             journal: str = option("", "--journal", metavar="FILE|none", help="Where the session is kept."),
             log: str = option("", "--log", metavar="FILE", help="A log for machines: a line a request and a tool call."),
             quiet: bool = option(False, "-q", "--quiet", help="Say nothing on success."),
@@ -7496,7 +7657,8 @@ def add_run(app: Any, wanted: list[CommandLine]) -> None:
         flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
                       stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
                       Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL, skills, tuple(skill), session,
-                      lock, on_overlap, schema=schema, cite=Evidencing.DEMANDED if cite else Evidencing.OPTIONAL, log=log)
+                      lock, on_overlap, schema=schema, cite=Evidencing.DEMANDED if cite else Evidencing.OPTIONAL, log=log,
+                      pinning=Pinning.DEMAND if pinned else Pinning.NONE)
         wanted.append(CommandLine(start, flags))
 
 
@@ -7540,16 +7702,21 @@ def add_check_and_show(app: Any, wanted: list[CommandLine]) -> None:
 
     @app.command("check")
     def check_command(
-            call: str = argument(..., metavar="CALL", help="""'TOOL {"json": "arguments"}'; - reads it from stdin."""),
+            call: str = argument("", metavar="[CALL]", help="""'TOOL {"json": "arguments"}'; - reads it from stdin."""),
+            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model."),
+            url: str = option("", "--url", help="Where the model is served."),
+            context: int = option(None, "--context", help="The model's window in tokens."),
+            pin: bool = option(False, "--pin", help="Write the digests that run --pinned demands to tools.lock."),
             tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest."),
             yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="A grant, as for run."),
             output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
             skills: str = option("", "--skills", metavar="DIR", help="A folder of skills, as for run."),
             only: list[str] = option([], "--only", metavar="TOOL", help="As for run."),
     ) -> None:
-        """Say what would be decided about a call, and why."""
-        flags = Flags(task=call, tools=tools, grants=tuple(yes_scope), output=output, skills=skills, only=tuple(only))
-        wanted.append(CommandLine(check_call, flags))
+        """Say what would stop a run before it begins; with CALL, what would be decided about that call, and why."""
+        flags = Flags(task=call, model=model, url=url, context=context, tools=tools, grants=tuple(yes_scope), output=output,
+                      skills=skills, only=tuple(only), pinning=Pinning.WRITE if pin else Pinning.NONE)
+        wanted.append(CommandLine(check_call if call else preflight, flags))
 
     @app.command("show")
     def show_command(
@@ -7745,6 +7912,7 @@ DAY, MOST_KEPT = 86_400.0, 256 << 20  # seconds, bytes of finished sessions
 SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
 DATA_CAP = 4_000_000  # bytes
 EMBED_BATCH = 64  # lines a request
+PREFLIGHT_WAIT = 30.0  # seconds
 LAST_PATIENCE = 2.0  # seconds that a stopped run waits for the reader of its last line
 RUNS = (start, go_on)  # the commands that always end in one session.finished
 SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds

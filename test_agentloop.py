@@ -3927,6 +3927,46 @@ def test_a_hundred_sessions_at_once_keep_their_journals_whole_and_a_lock_has_one
             assert records[-1]["type"] == "session.finished" and [record["seq"] for record in records] == list(range(1, len(records) + 1))
 
 
+# ── Before the first token ──
+
+
+def test_check_says_what_would_stop_a_run_and_what_it_would_send(home):
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.gone]\nkind = "command"\ndescription = "x"\nargv = ["no-such-program"]\n'
+                                 '[tools.auto]\nkind = "command"\ndescription = "Restarts the whole machine."\nargv = ["true"]\napproval = "auto"\n')
+    with fakeserver.serve([], wire=Wire.OLLAMA) as server:
+        words = ("-t", "m.toml", "--url", server.url, "--yes-scope", "add:cat *")
+        ended = agentloop_run(home, "", "-m", "ollama:m", *words, command="check")
+        missing = agentloop_run(home, "", "-m", "ollama:other", *words, "-o", "jsonl", command="check")
+    assert ended.code == 0 and ended.stderr == ""
+    for line in ("warning: tools: the tool gone is left out: 'no-such-program' is not on this machine", "ok: run without asking: auto",
+                 "warning: auto: approval = \"auto\", and it is not readonly: it may change things without a question",
+                 "warning: grant 'add:cat *': no call of that tool can ever match it"):
+        assert line in ended.stdout.splitlines(), ended.stdout
+    assert re.search(r"ok: model m: a window of [0-9,]+ tokens; system prompt, tools and skills take about [0-9,]+", ended.stdout)
+    assert missing.code == 2 and any(json.loads(line)["level"] == "error" for line in missing.stdout.splitlines())
+    nobody = agentloop_run(home, "", "-m", "openai:m", "--url", "http://127.0.0.1:9/v1", "-t", "m.toml", command="check")
+    assert nobody.code in (0, 2) and "127.0.0.1:9" in nobody.stdout + nobody.stderr
+    refused = agentloop_run(home, "", "-m", "ollama:m", "-t", "m.toml", "--yes-scope", "nope", command="check")
+    assert (refused.code, refused.stdout) == (2, "")
+
+
+def test_a_pinned_run_refuses_what_has_changed_and_names_it(home):
+    (home / "prog").write_text("#!/bin/sh\necho hi\n")
+    (home / "prog").chmod(0o755)
+    (home / "m.toml").write_text(ARITHMETIC + f'[tools.prog]\nkind = "command"\ndescription = "Says hi."\nargv = ["{home}/prog"]\n')
+    flags = script(home, {"text": "ok"})
+    assert agentloop_run(home, "x", *flags, "-q", "--pinned").code == 2  # nothing is pinned yet
+    assert agentloop_run(home, "", "-m", "script:script.jsonl", "-t", "m.toml", "--pin", command="check").code == 0
+    assert agentloop_run(home, "x", *flags, "-q", "--pinned") == Ended(0, "ok\n", "")
+    (home / "prog").write_text("#!/bin/sh\necho ho\n")
+    ended = agentloop_run(home, "x", *flags, "-q", "--pinned")
+    assert ended.code == 2 and f"program {os.path.realpath(home / 'prog')} is not in it as it is now" in ended.stderr
+    (home / "prog").write_text("#!/bin/sh\necho hi\n")
+    with open(home / "m.toml", "a") as file:
+        file.write("# more\n")
+    assert "manifest is not in it as it is now" in agentloop_run(home, "x", *flags, "-q", "--pinned").stderr
+
+
 # ── Long histories, answers in a form ──
 
 
@@ -4206,3 +4246,95 @@ def test_the_demo_model_answers_nine_of_ten_administrators_tasks(tmp_path, hoard
             if not good:
                 failed[name] = (ended.code, ended.stdout, ended.stderr)
     assert len(failed) <= 1, failed
+
+
+# ── A real llama.cpp server ──
+
+
+class Tee:
+    """A transport that keeps what passes through it."""
+
+    def __init__(self, inner, seen: list):
+        self.inner, self.seen = inner, seen
+
+    def handle_request(self, request):
+        response = self.inner.handle_request(request)
+        data = response.read()
+        self.seen.append(data)
+        return type(response)(response.status_code, headers=response.headers, content=data)
+
+    def close(self):
+        self.inner.close()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A real server with the demo model and a window of 4,096 tokens: `ask(state, registry)` gives a reply and the server's timings."""
+    pytest.importorskip("xllamacpp")
+    seen: list[bytes] = []
+    choice = agentloop.ModelChoice("gguf", "demo", "", agentloop.CallMode.JSON, agentloop.ModelOptions(context=4096))
+    http_of = agentloop.Http(agentloop.Deadline(time.monotonic() + 900), lambda *place: Tee(agentloop.open_transport(*place), seen))
+    model = agentloop.open_gguf(choice, http_of, agentloop.this_machine(), agentloop.Streams(agentloop.Flags(), agentloop.Interrupts()))
+
+    def ask(state, registry):
+        request = agentloop.frame(state, registry, agentloop.Offer.FREE)
+        reply = model.ask(request, None, lambda event: None)
+        timings = [json.loads(line[6:]).get("timings") for line in seen[-1].split(b"\n") if line.startswith(b"data: {")]
+        return request, reply, next(told for told in reversed(timings) if told)
+
+    yield model, ask
+    http_of.close()
+
+
+def turn(state, n: int, text: str):
+    """The state after one more call and its result."""
+    call_ = agentloop.ToolCall(f"c{n}", "read_file", {"path": f"/var/log/{n}.log"})
+    said = json.dumps({"call": {"tool": call_.name, "arguments": call_.arguments}}, ensure_ascii=False) if state.call_mode is agentloop.CallMode.JSON else ""
+    for event in (agentloop.ModelReplied(n, "", (call_,), said=said), agentloop.CallDecided(call_.id, agentloop.Decision.ALLOW, agentloop.DecidedBy.AUTO),
+                  agentloop.ToolStarted(call_.id, "read_file", "k"), agentloop.ToolFinished(call_.id, "read_file", agentloop.ToolStatus.OK, text)):
+        state = agentloop.apply(state, event)
+    return agentloop.close_batch(state)
+
+
+SPEECH = {
+    "english": ("Which service failed in the night, and why?", "Nov 30 03:{n:02} web nginx[812]: upstream timed out after 60 seconds\n"),
+    "chinese": ("夜里哪个服务出了故障，原因是什么？", "11月30日 03:{n:02} 网页服务器：上游连接在六十秒后超时，请求未完成\n"),
+    "russian": ("Какая служба отказала ночью и почему?", "30 ноября 03:{n:02} веб-сервер: время ожидания ответа истекло через 60 секунд\n"),
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("mode", [agentloop.CallMode.JSON, agentloop.CallMode.NATIVE])
+@pytest.mark.parametrize("task,line", SPEECH.values(), ids=SPEECH)
+def test_a_real_server_reads_only_what_is_new_and_our_count_is_near_its_own(llama, task, line, mode):
+    _, ask = llama
+    registry = registry_of(FIXTURE).only(["read_file", "list_dir", "calculate"])
+    options = agentloop.Options(agentloop.Limits(reply_tokens=4))
+    state = agentloop.apply(agentloop.State(), agentloop.SessionStarted(
+        "s", "0", 1, task, "gguf", "demo", "", mode, options, "You are an assistant.", "", (), "0123456789abcdef", (), "", (), 0, "", "", "/"))
+    before = 0
+    for n in range(1, 7):
+        request, reply, timings = ask(state, registry)
+        estimate = agentloop.request_estimate(request)
+        if n > 1:
+            assert abs(estimate * state.calibration / reply.usage.prompt - 1) < 0.2, (n, estimate, state.calibration, reply.usage)
+            fresh = reply.usage.prompt - before
+            assert timings["prompt_n"] <= fresh + 24, (n, timings, fresh)  # what was generated last, and the template's end, is read anew
+            assert timings["cache_n"] >= before - 24
+        before = reply.usage.prompt
+        state = dataclasses.replace(state, calibration=agentloop.calibrated(1.0, agentloop.ModelReplied(n, "", usage=reply.usage, estimate=estimate)))
+        state = turn(state, n, "".join(line.format(n=m) for m in range(n, n + 6)))
+
+
+@pytest.mark.real
+def test_a_real_window_that_overflows_ends_in_a_compaction_or_in_exit_7(home):
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.read_file]\nkind = "builtin"\napproval = "auto"\n')
+    for n in range(6):
+        (home / f"part{n}.txt").write_text("".join(f"part {n} line {m}: nothing of note happened here today\n" for m in range(60)))
+    ended = agentloop_run(home, "Read part0.txt, part1.txt, part2.txt, part3.txt, part4.txt and part5.txt, one after the other. How many files are there?",
+                          "-m", "gguf:demo", "-t", "m.toml", "--context", "1024", "--reply-tokens", "96", "--max-turns", "8", "-o", "jsonl", "-q", "--timeout", "8m",
+                          environ={"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")})
+    counts = [event["usage"]["prompt"] for event in ended.events if event["type"] == "model.replied" and event["usage"]["prompt"]]
+    assert counts and max(counts) <= 1024 and ended.code in (0, 5, 6, 7, 9)
+    if ended.code == 0:
+        assert any(event["type"] == "history.compacted" for event in ended.events) or sum(counts) < 1024
