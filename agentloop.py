@@ -7307,7 +7307,7 @@ def open_standard_descriptors() -> None:
 def parse_command_line() -> Wanted | None:
     """What the arguments ask for; None where help or the version was all. Raises ConfigError for wrong ones,
     Interrupted when nobody reads the help."""
-    import typer
+    typer = import_typer()
     usage_error = typer.BadParameter.__mro__[1].__mro__[1]  # click's, wherever this typer keeps it
     wanted: list[Wanted] = []
     try:
@@ -7321,6 +7321,17 @@ def parse_command_line() -> Wanted | None:
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", "stdout") from error
     return wanted[0] if wanted else None
+
+
+def import_typer() -> Any:
+    """The typer module, without rich: old ones import it at once, and help is plain text everywhere."""
+    if "rich" in sys.modules:
+        return __import__("typer")
+    sys.modules["rich"] = None
+    try:
+        return __import__("typer")
+    finally:
+        del sys.modules["rich"]
 
 
 def said_all(asked: Invocation) -> ExitCode:
