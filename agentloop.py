@@ -2227,7 +2227,7 @@ class HttpReply(Value):
 class Http:
     """Every socket of a session. Connections are kept between requests; all are closed at the deadline."""
 
-    def __init__(self, deadline: Deadline, open_transport: Callable[[str, str, str], Any]):
+    def __init__(self, deadline: Deadline, open_transport: Callable[[str, str, str, str], Any]):
         self.deadline, self.open_transport = deadline, open_transport
         self.transports: dict[tuple[str, ...], Any] = {}
         self.sockets: list[Any] = []
@@ -2245,7 +2245,7 @@ class Http:
         try:
             url = httpx.URL(request.url, params=request.query) if request.query else httpx.URL(request.url)
             sent = httpx.Request(request.method, url, headers=self.headers(request), content=content,
-                                 extensions={"trace": self.trace, "timeout": waits, "sni_hostname": url.host})
+                                 extensions={"trace": self.trace, "timeout": waits})
             if request.address:  # the host stands in the header, and in the certificate that is asked for
                 sent.url = url.copy_with(host=request.address)
             response = self.transport(request).handle_request(sent)
@@ -2272,7 +2272,8 @@ class Http:
         """The connections to the request's scheme and host. No client above them: cookies and redirects are for
         browsers, and cost a third of a request."""
         parts = urllib.parse.urlsplit(request.url)
-        place = (parts.scheme, "" if request.address else parts.hostname or "", request.ca_file)
+        host = parts.hostname or ""
+        place = (parts.scheme, "" if request.address else host, request.ca_file, host if request.address else "")
         if place not in self.transports:
             self.transports[place] = self.open_transport(*place)
         return self.transports[place]
@@ -2309,10 +2310,11 @@ class Http:
             self.watchdog.cancel()
 
 
-def open_transport(scheme: str, proxied_host: str, ca_file: str) -> Any:
-    """An httpx transport; through the environment's proxy for `proxied_host`, through none where that is ""."""
+def open_transport(scheme: str, proxied_host: str, ca_file: str, server_name: str) -> Any:
+    """An httpx transport; through the environment's proxy for `proxied_host`, through none where that is "". The
+    certificate is that of `server_name`, or of the host in the URL where that is ""."""
     httpx = import_httpx()
-    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file), proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
+    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file, server_name), proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
                                limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle ones after five seconds
 
 
@@ -2344,12 +2346,16 @@ def proxy_for(scheme: str, host: str) -> Any:
     return import_httpx().Proxy(url) if url else None
 
 
-def tls_context(scheme: str, ca_file: str) -> Any:
+def tls_context(scheme: str, ca_file: str, server_name: str = "") -> Any:
     """The system's certificates; an empty context where no TLS is spoken, since loading them is slow."""
     import ssl
     if scheme != "https":
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return ssl.create_default_context(cafile=ca_file or None)
+    context = ssl.create_default_context(cafile=ca_file or None)
+    if server_name:  # the oldest httpcore knows no other name than the URL's, which is an address here
+        wrap = context.wrap_socket
+        context.wrap_socket = lambda plain, server_hostname: wrap(plain, server_hostname=server_name)
+    return context
 
 
 def is_loopback(host: str) -> bool:
@@ -6540,7 +6546,7 @@ class Machine(Value):
     cache: str
     sinks: tuple[Callable[[Event], None], ...] = ()  # who else is shown the events
     addresses: Callable[[str], tuple[str, ...]] = host_addresses
-    open_transport: Callable[[str, str, str], Any] = open_transport
+    open_transport: Callable[[str, str, str, str], Any] = open_transport
 
 
 @value

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -3635,10 +3636,10 @@ def web(home: Path, *replies: tuple[int, dict, bytes]):
         server.shutdown()
 
 
-def web_run(home: Path, made: dict, *words: str) -> tuple[Ended, dict]:
+def web_run(home: Path, made: dict, *words: str, environ: typing.Mapping[str, str] = types.MappingProxyType({})) -> tuple[Ended, dict]:
     """How a run ended that makes one call, and the event of the call's end."""
     ended = agentloop_run(home, "x", *script(home, made, {"text": "done"}), "--yes-scope", "item", "--yes-scope", "put", "-o", "jsonl", "-q", *words,
-                          environ={"ITEM_TOKEN": "the-token-of-items"})
+                          environ={"ITEM_TOKEN": "the-token-of-items", **environ})
     return ended, next((event for event in ended.events if event["type"] == "tool.finished"), {})
 
 
@@ -3675,6 +3676,28 @@ def test_what_a_server_does_is_a_result_for_the_model(home, reply, made, status,
     with web(home, reply) as (seen, _):
         ended, done = web_run(home, made)
     assert (ended.code, done["status"]) == (0, status) and output in (None, done["output"]) and len(seen) <= 4
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@pytest.mark.parametrize("name,status", [("localhost", "ok"), ("other.example", "failed")])
+def test_the_certificate_is_that_of_the_host_though_the_address_is_pinned(home, name, status):
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}", "-addext",
+                    f"subjectAltName=DNS:{name}", "-keyout", "key.pem", "-out", "cert.pem"], cwd=home, check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(home / "cert.pem", home / "key.pem")
+
+        def serve_once():
+            with contextlib.suppress(OSError), context.wrap_socket(listening.accept()[0], server_side=True) as served:
+                while b"\r\n\r\n" not in served.recv(65536):
+                    pass
+                served.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfine")
+
+        threading.Thread(target=serve_once, daemon=True).start()
+        (home / "m.toml").write_text(ARITHMETIC + WEB.replace("URL", f"https://localhost:{listening.getsockname()[1]}"))
+        ended, done = web_run(home, call("item", id="1"), environ={"SSL_CERT_FILE": str(home / "cert.pem")})
+    assert (ended.code, done["status"]) == (0, status) and ("fine" in done["output"]) == (status == "ok")
+    assert status == "ok" or "certificate" in done["output"]
 
 
 def test_a_redirect_is_decided_anew(home):
