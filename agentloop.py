@@ -1976,7 +1976,11 @@ class Interrupts:
 
     @contextmanager
     def shield(self) -> Iterator[None]:
-        """What runs inside is finished before a signal is raised: a record and its fold go together."""
+        """What runs inside is finished before a signal is raised: a record and its fold go together. Signals come to
+        the main thread alone: another one neither needs a shield nor may take the signal away from it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         already = self.pending
         self.depth += 1
         try:
