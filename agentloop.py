@@ -2108,6 +2108,14 @@ def existing_mode(directory: int, name: str) -> int:
     return stat.S_IMODE(found)
 
 
+def make_private(folder: str) -> None:
+    """Makes a folder, and what is missing above it, for this user alone, whatever the umask. Raises OSError."""
+    if not os.path.isdir(folder):
+        make_private(os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):  # another process was as quick
+            os.mkdir(folder, 0o700)
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data):]
@@ -4274,7 +4282,7 @@ def demo_model(machine: Machine, streams: Streams) -> str:
     target = os.path.join(machine.cache, DEMO_FILE)
     if os.path.exists(target) and os.path.getsize(target) == DEMO_BYTES:
         return target
-    os.makedirs(machine.cache, mode=0o700, exist_ok=True)
+    make_private(machine.cache)
     partial, total, sha256 = f"{target}.{os.getpid()}", 0, hashlib.sha256()
     try:
         with open(partial, "wb") as file:
@@ -4508,7 +4516,7 @@ class Journal:
         """Opens and locks the file, and makes it and its folder where they are missing."""
         folder = os.path.dirname(os.path.abspath(self.path))
         try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            make_private(folder)
             if not self.records and os.path.exists(self.path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             name, fresh = (self.path, 0) if self.records else (self.path + NAMELESS, os.O_CREAT | os.O_TRUNC)
