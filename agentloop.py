@@ -4536,6 +4536,8 @@ class Journal:
         Raises ConfigError naming `file:line` for any other damage."""
         self.records = 1  # it must exist
         self.open()
+        if os.fstat(self.descriptor).st_uid != os.geteuid():
+            raise ConfigError("it belongs to another user", self.path)
         data = read_bytes(self.path)
         events, torn = read_journal(self.path, data)
         if torn:
