@@ -2110,7 +2110,7 @@ def existing_mode(directory: int, name: str) -> int:
 
 def make_private(folder: str) -> None:
     """Makes a folder, and what is missing above it, for this user alone, whatever the umask. Raises OSError."""
-    if not os.path.isdir(folder):
+    if folder and not os.path.isdir(folder):
         make_private(os.path.dirname(folder))
         with contextlib.suppress(FileExistsError):  # another process was as quick
             os.mkdir(folder, 0o700)
