@@ -3124,11 +3124,18 @@ def shown_subject(canonical: Canonical) -> str:
         case ScopeForm.ARGV:
             shown = shlex.join(canonical.subject)
         case ScopeForm.PAIRS:
-            shown = " ".join(f"{key}={value}" for key, value in canonical.subject)
+            shown = " ".join(named_value(key, value) for key, value in canonical.subject)
         case _:
             shown = canonical.subject
     asked = f" (asked for as {canonical.asked})" if canonical.asked not in ("", canonical.subject) else ""
-    return on_one_line(shown + asked + "".join(f"  {key}={value}" for key, value in canonical.rest))
+    return on_one_line(shown + asked + "".join(f"  {named_value(key, value)}" for key, value in canonical.rest))
+
+
+def named_value(name: str, value: str) -> str:
+    """An argument for a person; before a long one stand its own size and digest, since its end may be out of sight."""
+    data = value.encode()
+    size = f" ({len(data)} bytes, SHA-256 {hashlib.sha256(data).hexdigest()})" if len(data) > LONG_VALUE else ""
+    return f"{name}{size}={value}"
 
 
 def on_one_line(text: str) -> str:
@@ -3152,7 +3159,7 @@ def read_answers(line: str, questions: Sequence[AskedCall]) -> tuple[Answer, ...
     return tuple(Answer(Decision.DENY, reason=told) for _ in questions)
 
 
-LONG_SUBJECT, PAGE = 2000, 3000  # characters
+LONG_SUBJECT, LONG_VALUE, PAGE = 2000, 500, 3000  # characters
 PROMPT_WAIT = 300.0  # seconds until no answer is a no
 EXAMPLES = {"string": "text", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
