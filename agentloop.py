@@ -1006,7 +1006,7 @@ def truncate(output: Captured, budget: int, cut: CutFrom) -> tuple[str, Omitted]
 
     The cut stands in the text with its true counts."""
     head, tail = plain(output.head), plain(output.tail)
-    if not tail and len(head) <= budget:
+    if not output.tail and len(head) <= budget:
         return head, Omitted()
     share = budget // 3 if cut is CutFrom.MIDDLE_KEEP_TAIL else 2 * budget // 3
     room = budget - MARKER_ROOM
