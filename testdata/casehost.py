@@ -133,4 +133,5 @@ def main():
         open_transport=lambda scheme, proxied_host, ca_file: Web(world["http"], note)))
 
 
-main()
+if __name__ == "__main__":
+    main()
