@@ -1167,7 +1167,7 @@ def truncate(output: Captured, budget: int, cut: CutFrom) -> tuple[str, Omitted]
 
     The cut stands in the text with its true counts."""
     head, tail = plain(output.head), plain(output.tail)
-    if not tail and len(head) <= budget:
+    if not output.tail and len(head) <= budget:
         return head, Omitted()
     share = budget // 3 if cut is CutFrom.MIDDLE_KEEP_TAIL else 2 * budget // 3
     room = budget - MARKER_ROOM
@@ -2506,6 +2506,14 @@ def existing_mode(directory: int, name: str) -> int:
     if not stat.S_ISREG(found):
         raise ToolError("not a regular file", name)
     return stat.S_IMODE(found)
+
+
+def make_private(folder: str) -> None:
+    """Makes a folder, and what is missing above it, for this user alone, whatever the umask. Raises OSError."""
+    if folder and not os.path.isdir(folder):
+        make_private(os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):  # another process was as quick
+            os.mkdir(folder, 0o700)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -3938,11 +3946,18 @@ def shown_subject(canonical: Canonical) -> str:
         case ScopeForm.ARGV:
             shown = shlex.join(canonical.subject)
         case ScopeForm.PAIRS:
-            shown = " ".join(f"{key}={value}" for key, value in canonical.subject)
+            shown = " ".join(named_value(key, value) for key, value in canonical.subject)
         case _:
             shown = canonical.subject
     asked = f" (asked for as {canonical.asked})" if canonical.asked not in ("", canonical.subject) else ""
-    return on_one_line(shown + asked + "".join(f"  {key}={value}" for key, value in canonical.rest))
+    return on_one_line(shown + asked + "".join(f"  {named_value(key, value)}" for key, value in canonical.rest))
+
+
+def named_value(name: str, value: str) -> str:
+    """An argument for a person; before a long one stand its own size and digest, since its end may be out of sight."""
+    data = value.encode()
+    size = f" ({len(data)} bytes, SHA-256 {hashlib.sha256(data).hexdigest()})" if len(data) > LONG_VALUE else ""
+    return f"{name}{size}={value}"
 
 
 def on_one_line(text: str) -> str:
@@ -3966,7 +3981,7 @@ def read_answers(line: str, questions: Sequence[AskedCall]) -> tuple[Answer, ...
     return tuple(Answer(Decision.DENY, reason=told) for _ in questions)
 
 
-LONG_SUBJECT, PAGE = 2000, 3000  # characters
+LONG_SUBJECT, LONG_VALUE, PAGE = 2000, 500, 3000  # characters
 PROMPT_WAIT = 300.0  # seconds until no answer is a no
 EXAMPLES = {"string": "text", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
@@ -5491,7 +5506,7 @@ def demo_model(machine: Machine, streams: Streams) -> str:
     target = os.path.join(machine.cache, DEMO_FILE)
     if os.path.exists(target) and os.path.getsize(target) == DEMO_BYTES:
         return target
-    os.makedirs(machine.cache, mode=0o700, exist_ok=True)
+    make_private(machine.cache)
     partial, total, sha256 = f"{target}.{os.getpid()}", 0, hashlib.sha256()
     try:
         with open(partial, "wb") as file:
@@ -5828,7 +5843,7 @@ class Journal:
         """Opens and locks the file, and makes it and its folder where they are missing."""
         folder = os.path.dirname(os.path.abspath(self.path))
         try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            make_private(folder)
             if not self.records and os.path.exists(self.path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             name, fresh = (self.path, 0) if self.records else (self.path + NAMELESS, os.O_CREAT | os.O_TRUNC)
@@ -5850,6 +5865,8 @@ class Journal:
         Raises ConfigError naming `file:line` for any other damage."""
         self.records = 1  # it must exist
         self.open()
+        if os.fstat(self.descriptor).st_uid != os.geteuid():
+            raise ConfigError("it belongs to another user", self.path)
         data = read_bytes(self.path)
         events, torn = read_journal(self.path, data)
         if torn:
