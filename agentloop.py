@@ -593,6 +593,7 @@ class SessionStarted(Value):
     cwd: str
     cwd_id: str = ""  # device and inode
     name: str = ""  # of `--session`
+    pins: Mapping[str, str] = field(default_factory=dict)  # digests of the definitions of MCP tools
 
 
 @value
@@ -738,6 +739,7 @@ class SessionResumed(Value):
     limits: Limits = Limits()
     task: str = ""
     settled: Mapping[str, Settlement] = field(default_factory=dict)  # by call; c3/c1 is one of the sub-agent of c3
+    pins: Mapping[str, str] = field(default_factory=dict)
 
 
 @value
@@ -922,6 +924,7 @@ class State(Value):
     tool_counts: Mapping[str, int] = field(default_factory=dict)
     denied: tuple[Denied, ...] = ()
     warnings: tuple[str, ...] = ()
+    pins: Mapping[str, str] = field(default_factory=dict)  # the first that was seen of each MCP tool
     finished: SessionFinished | None = None
 
     @property
@@ -952,7 +955,7 @@ def apply(state: State, event: Event) -> State:
 def apply_started(state: State, event: SessionStarted) -> State:
     mode = CallMode.NATIVE if event.call_mode is CallMode.AUTO else event.call_mode
     opening = (Message(Role.SYSTEM, event.system), Message(Role.USER, task_text(event)))
-    return replace(state, started=event, history=opening, limits=event.options.limits, call_mode=mode)
+    return replace(state, started=event, history=opening, limits=event.options.limits, call_mode=mode, pins=event.pins)
 
 
 def apply_replied(state: State, event: ModelReplied) -> State:
@@ -1056,7 +1059,8 @@ def apply_agent(state: State, event: AgentStep) -> State:
 
 def apply_resumed(state: State, event: SessionResumed) -> State:
     state = settle(replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={},
-                           compactions=0, wanted=Wanted.ANYTHING, wanted_times=0, answer=None), event.settled)
+                           compactions=0, wanted=Wanted.ANYTHING, wanted_times=0, answer=None,
+                           pins={**event.pins, **state.pins}), event.settled)
     if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
         state = replace(state, history=state.history[:-1], answered=False)
     if not event.task:
@@ -2432,6 +2436,352 @@ def tls_context(scheme: str, ca_file: str, server_name: str = "") -> Any:
     return context
 
 
+@value
+class McpServer(Value):
+    """How an MCP server is reached: an argv, in its own process group, or a URL."""
+
+    name: str
+    argv: tuple[str, ...] = ()
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = "/"
+    start_s: float = 20.0
+
+
+@value
+class McpDefinition(Value):
+    """A tool as its server describes it, to the letter."""
+
+    name: str
+    description: JSON
+    schema: JSON
+    annotations: JSON
+
+    def pin(self, server: McpServer) -> str:
+        """The digest that the definition must keep."""
+        return digest([list(server.argv) or server.url, self.name, self.description, self.schema, self.annotations])
+
+
+@value
+class McpListing(Value):
+    """What a server offers, by name, or the problem why it offers nothing."""
+
+    tools: Mapping[str, McpDefinition] = field(default_factory=dict)
+    problem: str = ""
+
+
+class McpEnd(StrEnum):
+    """How a request to an MCP server came to its end."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    TIMED_OUT = "timed out"
+    STOPPED = "stopped"
+    GONE = "gone"
+
+
+@value
+class McpReply(Value):
+    """What an MCP server made of one request."""
+
+    end: McpEnd
+    result: Mapping[str, JSON] = field(default_factory=dict)
+    problem: str = ""
+
+
+class McpServers:
+    """The MCP servers of a session, each behind the official SDK, all in one thread with an event loop.
+
+    Nothing that a server sends unasked has an effect: the SDK refuses its requests, its notifications are not read."""
+
+    def __init__(self, processes: Processes):
+        self.processes = processes
+        self.peers: dict[str, McpPeer] = {}
+        self.loop: Any = None
+        self.stopped: Any = None
+
+    def start(self, servers: Sequence[McpServer], patience: float) -> dict[str, McpListing]:
+        """Starts all side by side; what each offers, once all have answered or had their time, or at most `patience`."""
+        problem = sdk_problem()
+        if problem:
+            return {server.name: McpListing(problem=problem) for server in servers}
+        self.processes.prepare()
+        listings = {}
+        for server in servers:  # they come up while the SDK is imported
+            try:
+                self.begin(server)
+            except OSError as error:
+                listings[server.name] = McpListing(problem=f"cannot start {server.argv[0]}: {error.strerror}")
+        import asyncio
+        import logging
+        logging.getLogger().addHandler(logging.NullHandler())  # what the SDK and the loop dislike is said elsewhere
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(lambda loop, context: None)
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        listings |= self.wait(self.open(patience))
+        self.end([name for name in self.peers if listings[name].problem])
+        return listings
+
+    def begin(self, server: McpServer) -> None:
+        child = None
+        if server.argv:
+            with self.processes.shield():
+                child = subprocess.Popen(
+                    server.argv, env=dict(server.environment), cwd=server.cwd, bufsize=0, start_new_session=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                self.processes.began(child.pid)
+        self.peers[server.name] = McpPeer(server, child)
+
+    def definition(self, server: str, tool: str) -> McpDefinition | None:
+        """What the server says of a tool at this moment. Raises ToolError when it does not answer."""
+        peer = self.peers[server]
+        listing = self.wait(self.listing(peer, peer.server.start_s))
+        if listing.problem:
+            raise ToolError(listing.problem, f"the MCP server {server}")
+        return listing.tools.get(tool)
+
+    def call(self, server: str, tool: str, arguments: JSON, timeout: float) -> McpReply:
+        """One call of a tool, to its end or to `timeout` seconds."""
+        return self.wait(self.asked(self.peers[server], "tools/call", {"name": tool, "arguments": arguments}, timeout))
+
+    def wait(self, work: Any) -> Any:
+        """The result of a coroutine that runs in the loop's thread; it is cancelled when this thread is stopped."""
+        import asyncio
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def open(self, patience: float) -> dict[str, McpListing]:
+        import asyncio
+        self.stopped = self.loop.create_future()
+        self.loop.add_reader(self.processes.stopped, self.stop)
+        for peer in self.peers.values():
+            peer.task = asyncio.ensure_future(peer.serve())
+        waits = [min(peer.server.start_s, patience) for peer in self.peers.values()]
+        return dict(zip(self.peers, await asyncio.gather(*map(self.opened, self.peers.values(), waits))))
+
+    async def opened(self, peer: McpPeer, timeout: float) -> McpListing:
+        """What a server offers once it has come up."""
+        import asyncio
+        until, ready = self.loop.time() + timeout, asyncio.ensure_future(peer.ready.wait())
+        await asyncio.wait({peer.task, ready, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if peer.ready.is_set():
+            return await self.listing(peer, max(0.1, until - self.loop.time()))
+        problem = peer.gone() if peer.task.done() else peer.with_last_words(f"no answer within {timeout:.3g}s")
+        peer.task.cancel()
+        return McpListing(problem=problem)
+
+    def stop(self) -> None:
+        self.loop.remove_reader(self.processes.stopped)
+        self.stopped.set_result(None)
+
+    async def listing(self, peer: McpPeer, timeout: float) -> McpListing:
+        tools, cursor, until = {}, {}, self.loop.time() + timeout
+        for _ in range(MOST_PAGES):
+            reply = await self.asked(peer, "tools/list", cursor, until - self.loop.time())
+            if reply.end is not McpEnd.ANSWERED:
+                return McpListing(problem=reply.problem)
+            told = reply.result.get("tools")
+            for item in told if isinstance(told, list) else ():
+                if isinstance(item, dict) and isinstance(item.get("name"), str):
+                    tools[item["name"]] = McpDefinition(
+                        item["name"], item.get("description"), item.get("inputSchema"), item.get("annotations"))
+            if not isinstance(reply.result.get("nextCursor"), str):
+                return McpListing(tools)
+            cursor = {"cursor": reply.result["nextCursor"]}
+        return McpListing(problem="its list of tools has no end")
+
+    async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> McpReply:
+        """Sends one request, and waits until it is answered, the time is over, the run is stopped or the server gone."""
+        import asyncio
+        if peer.session is None or peer.finish.is_set() or peer.task.done():
+            return McpReply(McpEnd.GONE, problem=peer.gone())
+        asking = asyncio.ensure_future(peer.request(method, params))
+        try:
+            await asyncio.wait({asking, peer.task, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and not asking.exception():
+                return McpReply(McpEnd.ANSWERED, asking.result())
+            if asking.done() and not peer.finish.is_set() and hasattr(asking.exception(), "error"):
+                return McpReply(McpEnd.REFUSED, problem=asking.exception().error.message)
+            if asking.done() or peer.task.done():
+                await asyncio.wait({peer.task}, timeout=2 * PIPE_GRACE)  # for its last words
+                return McpReply(McpEnd.GONE, problem=peer.gone())
+            end = McpEnd.STOPPED if self.stopped.done() else McpEnd.TIMED_OUT
+            return McpReply(end, problem=peer.with_last_words(f"no answer within {timeout:.3g}s"))
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking}, timeout=PIPE_GRACE)
+
+    def close(self) -> None:
+        """Ends every server, side by side. What would outlast this the guard of the processes ends."""
+        if self.loop is not None:
+            self.wait(self.farewell())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self.end(list(self.peers))
+
+    async def farewell(self) -> None:
+        import asyncio
+        for peer in self.peers.values():
+            peer.finish.set()
+        tasks = {peer.task for peer in self.peers.values() if peer.task}
+        if tasks:
+            await asyncio.wait(tasks, timeout=FAREWELL)
+
+    def end(self, names: Sequence[str]) -> None:
+        children = [child for name in names if (child := self.peers[name].child) and child.pid in self.processes.groups]
+        ending = [threading.Thread(target=end_server, args=(child,)) for child in children]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
+        for child in children:
+            self.processes.ended(child.pid)
+
+
+class McpPeer:
+    """One MCP server while it runs. But for its process, all of it belongs to the loop's thread."""
+
+    def __init__(self, server: McpServer, child: Any):
+        import asyncio
+        self.server, self.child = server, child
+        self.ready, self.finish = asyncio.Event(), asyncio.Event()
+        self.session: Any = None
+        self.task: Any = None
+        self.last_words = b""
+
+    async def serve(self) -> None:
+        """Speaks with the server from the handshake to `finish`."""
+        import mcp
+        known_as = mcp.types.Implementation(name="agentloop", version=__version__)
+        async with (self.piped() if self.child else self.posted()) as (read, write):
+            async with mcp.ClientSession(read, write, client_info=known_as) as session:
+                await session.initialize()
+                self.session = session
+                self.ready.set()
+                await self.finish.wait()
+
+    async def request(self, method: str, params: JSON) -> Mapping[str, JSON]:
+        """The result of one request as it came: the SDK's own check of results could fetch what a schema names."""
+        import asyncio
+
+        from mcp import types
+        kinds = {"tools/list": (types.ListToolsRequest, types.PaginatedRequestParams),
+                 "tools/call": (types.CallToolRequest, types.CallToolRequestParams)}
+        kind, kind_of_params = kinds[method]
+        number = self.session._request_id  # it gets this one; the SDK does not say so, nor cancel by itself
+        try:
+            request = types.ClientRequest(kind(params=kind_of_params(**params)))
+            return (await self.session.send_request(request, types.Result)).model_extra
+        except asyncio.CancelledError:
+            told = types.CancelledNotificationParams(requestId=number, reason="no longer waited for")
+            notification = types.ClientNotification(types.CancelledNotification(params=told))
+            await self.session.send_notification(notification)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def posted(self) -> Any:
+        """The two streams of a server behind a URL. A redirect is followed to the same place alone."""
+        from mcp.client.streamable_http import streamable_http_client
+        httpx, parts = import_httpx(), urllib.parse.urlsplit(self.server.url)
+        client = httpx.AsyncClient(
+            headers=self.server.headers, timeout=httpx.Timeout(30.0, read=None), trust_env=False,
+            verify=tls_context(parts.scheme, ""), proxy=proxy_for(parts.scheme, parts.hostname or ""))
+        async with client, streamable_http_client(self.server.url, http_client=client) as (read, write, _):
+            yield read, write
+
+    @contextlib.asynccontextmanager
+    async def piped(self) -> Any:
+        """The two streams of a server behind pipes; its stdin is closed at the end of them."""
+        import asyncio
+
+        import anyio
+        heard, read = anyio.create_memory_object_stream(0)
+        write, said = anyio.create_memory_object_stream(0)
+        pipe, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, self.child.stdin)
+        pumps = [asyncio.ensure_future(work) for work in (self.hear(heard), self.say(said, pipe), self.overhear())]
+        try:
+            yield read, write
+        finally:
+            pipe.close()
+            await asyncio.wait(pumps, timeout=PIPE_GRACE)
+            for pump in pumps:
+                pump.cancel()
+
+    async def hear(self, heard: Any) -> None:
+        """Hands on the messages of the server; any other line that it prints is kept as its words."""
+        from mcp.shared.message import SessionMessage
+        from mcp.types import JSONRPCMessage
+        async with heard:
+            try:
+                async for line in await reader_of(self.child.stdout):
+                    try:
+                        message = JSONRPCMessage.model_validate_json(line)
+                    except ValueError:
+                        self.keep(line)
+                        continue
+                    await heard.send(SessionMessage(message))
+            finally:
+                self.finish.set()
+
+    async def say(self, said: Any, pipe: Any) -> None:
+        async with said:
+            async for message in said:
+                pipe.write(message.message.model_dump_json(by_alias=True, exclude_none=True).encode() + b"\n")
+
+    async def overhear(self) -> None:
+        reader = await reader_of(self.child.stderr)
+        while chunk := await reader.read(LAST_WORDS):
+            self.keep(chunk)
+
+    def keep(self, words: bytes) -> None:
+        self.last_words = (self.last_words + words)[-LAST_WORDS:]
+
+    def gone(self) -> str:
+        """What is known of a server that is no longer there."""
+        error = self.task.exception() if self.task and self.task.done() and not self.task.cancelled() else None
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        code = self.child.poll() if self.child else None
+        how = f" with exit code {code}" if code is not None and code >= 0 else f" by signal {-code}" if code else ""
+        if self.child:
+            return self.with_last_words(f"it has ended{how}")
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        return f"HTTP {status}" if status else f"{error or 'the connection is closed'}"
+
+    def with_last_words(self, what: str) -> str:
+        said = plain(self.last_words).strip()
+        return f"{what}; its last words: {said}" if said else what
+
+
+async def reader_of(pipe: Any) -> Any:
+    """What reads a pipe of a process by lines, none longer than MOST_MESSAGE."""
+    import asyncio
+    reader = asyncio.StreamReader(limit=MOST_MESSAGE)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader
+
+
+def end_server(child: subprocess.Popen) -> None:
+    """Ends a server whose stdin is closed: it may end by itself within a grace, else its whole group is ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(TERM_GRACE)
+    end_group(child)
+
+
+def sdk_problem() -> str:
+    """Why the MCP SDK cannot be used, "" if it can."""
+    from importlib import metadata
+    try:
+        version = metadata.version("mcp")
+    except metadata.PackageNotFoundError:
+        return "the MCP SDK is not installed (pip install 'agentloop[mcp]')"
+    return "" if version.startswith("1.") else f"the MCP SDK is {version}, and 1.x is needed (pip install 'agentloop[mcp]')"
+
+
 def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -2637,6 +2987,10 @@ INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode
                    signal.SIGHUP: ExitCode.HANGUP}
 PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited
 TERM_GRACE = 0.5  # seconds between TERM and KILL
+FAREWELL = 2.0  # seconds in which MCP sessions are closed
+LAST_WORDS = 4096  # bytes kept of what an MCP server prints beside its messages
+MOST_MESSAGE = 16_000_000  # bytes of one message of an MCP server
+MOST_PAGES = 100  # of a list of tools
 BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # counts from the start of the machine
 GUARD = """trap '' INT TERM HUP; read -r nothing; read -r groups <&1
 for group in $groups; do kill -KILL "-$group"; done"""
@@ -3028,6 +3382,62 @@ def header_value(text: str) -> str:
     return text
 
 
+@value
+class Mcp(Kind):
+    """A tool of an MCP server. What the server says of it grants nothing, and must stay what it was."""
+
+    servers: McpServers
+    server: McpServer
+    tool: str
+    pinned: str  # the digest of the definition that may be called
+    form = ScopeForm.PAIRS
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        return Canonical(name, self.form, as_pairs(arguments))
+
+    def forbidden(self, canonical: Canonical, places: Places) -> str:
+        """Why no grant may allow the call: the definition is not the pinned one. Raises ToolError when the server
+        does not say what it is."""
+        found = self.servers.definition(self.server.name, self.tool)
+        if found is None:
+            return "the server does not offer the tool any more"
+        return "" if found.pin(self.server) == self.pinned else "the definition of the tool has changed since it was pinned"
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        changed = self.forbidden(canonical, context.places)  # a person may have taken a while to answer
+        if changed:
+            raise ToolError(changed)
+        reply = self.servers.call(self.server.name, self.tool, arguments, context.timeout)
+        if reply.end is McpEnd.ANSWERED:
+            status = ToolStatus.FAILED if reply.result.get("isError") else ToolStatus.OK
+            return ToolOutput(status, whole(result_text(reply.result)))
+        status, note = MCP_ENDS[reply.end]
+        return ToolOutput(status, whole(reply.problem), note)
+
+
+def result_text(result: Mapping[str, JSON]) -> str:
+    """The result of an MCP tool for the model: its texts, a mention of all else, or what it has of structure."""
+    content = result.get("content")
+    items = [item for item in content if isinstance(item, dict)] if isinstance(content, list) else []
+    lines = [content_text(item) for item in items]
+    if "structuredContent" in result and not any(item.get("type") == "text" for item in items):
+        lines.append(json.dumps(result["structuredContent"], ensure_ascii=False, sort_keys=True, separators=(",", ":")))
+    return "\n".join(lines)
+
+
+def content_text(item: Mapping[str, JSON]) -> str:
+    """A text as it is; an image, a sound, a resource by name and size. Nothing is opened or fetched."""
+    kind = str(item.get("type"))
+    if kind == "text":
+        return str(item.get("text", ""))
+    inner = item["resource"] if isinstance(item.get("resource"), dict) else item
+    data = inner.get("data") or inner.get("blob")
+    size = len(str(data)) * 3 // 4 if data else len(str(inner.get("text") or "").encode("utf-8", "replace"))
+    told = [inner[key] for key in ("name", "uri", "mimeType") if isinstance(inner.get(key), str)]
+    words = kind.replace("_", " ") + " " + ", ".join([*told, *([human_bytes(size)] if size else [])])
+    return f"[{one_line(words.strip(), 400)}]"
+
+
 def run_program(argv: tuple[str, ...], context: ToolContext) -> ToolOutput:
     """Runs a program; the note says how it ended unless that was exit code 0 with some output."""
     ended = context.spawn(Program(argv, context.environment, context.places.cwd), context.timeout, context.on_start)
@@ -3127,10 +3537,14 @@ def tell_time(text: str, context: ToolContext) -> str:
 
 
 def tool_environment(environ: Mapping[str, str], passed: Iterable[str], key: str) -> dict[str, str]:
-    """A tool's whole environment: the baseline, certificates, what the manifest passes, and the call's key."""
+    """A tool's whole environment: that of every process, and the call's key."""
+    return {**process_environment(environ, passed), "AGENTLOOP_CALL_KEY": key}
+
+
+def process_environment(environ: Mapping[str, str], passed: Iterable[str]) -> dict[str, str]:
+    """The baseline, certificates, and what the manifest passes; never the model's keys."""
     names = (*BASELINE_VARIABLES, *CA_VARIABLES, *passed)
-    return {**{name: environ[name] for name in names if name in environ}, **NEVER_PROMPT,
-            "LC_ALL": "C.UTF-8", "AGENTLOOP_CALL_KEY": key}
+    return {**{name: environ[name] for name in names if name in environ}, **NEVER_PROMPT, "LC_ALL": "C.UTF-8"}
 
 
 EXPRESSION_LENGTH, EXPRESSION_DEPTH, EXPRESSION_BITS = 500, 50, 4096
@@ -3268,6 +3682,12 @@ CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_
 NEVER_PROMPT = {"GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PAGER": "cat",
                 "SYSTEMD_PAGER": "", "SSH_ASKPASS_REQUIRE": "never", "GIT_PAGER": "cat"}
 PATH_PARAMETER = {"type": "string", "minLength": 1}
+MCP_ENDS = {
+    McpEnd.REFUSED: (ToolStatus.FAILED, "the server refused the call:"),
+    McpEnd.TIMED_OUT: (ToolStatus.TIMEOUT, "timed out; what it did until then is not known"),
+    McpEnd.STOPPED: (ToolStatus.TIMEOUT, "ended because the run was stopped; what it did until then is not known"),
+    McpEnd.GONE: (ToolStatus.FAILED, "the server is gone; what the call did until then is not known"),
+}
 
 
 @value
@@ -3373,6 +3793,30 @@ class LimitsEntry(Value):
 
 
 @value
+class McpEntry(Value):
+    """One [mcp.SERVER] table: how it is reached, and which of its tools exist."""
+
+    tools: tuple[str, ...]
+    argv: tuple[str, ...] = ()
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)  # of a url; ${NAME} is a variable of the environment
+    env: tuple[str, ...] = ()
+    readonly: tuple[str, ...] = ()
+    approval: Approval = Approval.ASK
+    timeout: str = "30s"  # of one call
+    start_timeout: str = "20s"
+    required: bool = False
+
+
+@value
+class Lock(Value):
+    """A tools.lock file: the digests that definitions must have, by the names of the tools."""
+
+    mcp: Mapping[str, str] = field(default_factory=dict)
+    pins: Mapping[str, str] = field(default_factory=dict)  # of manifest, skills and programs: `--pinned` demands them
+
+
+@value
 class Tables(Value):
     """What a manifest file may hold."""
 
@@ -3380,6 +3824,7 @@ class Tables(Value):
     model: ModelEntry = ModelEntry()
     limits: LimitsEntry = LimitsEntry()
     sandbox: Mapping[str, SandboxEntry] = field(default_factory=dict)
+    mcp: Mapping[str, McpEntry] = field(default_factory=dict)
 
 
 @value
@@ -3421,6 +3866,14 @@ class Registry(Value):
         return replace(self, tools={name: tool for name, tool in self.tools.items() if name in names or not names})
 
 
+def parse_lock(text: str, where: str) -> Lock:
+    """The pins that a tools.lock says. Raises ConfigError."""
+    try:
+        return decode(Lock, strict_json(text, where), where)
+    except ToolError as error:
+        raise ConfigError(error.what, where) from error
+
+
 def parse_manifest(text: str, where: str) -> Manifest:
     """The manifest that a TOML text says. Raises ConfigError with file, line or key."""
     import tomllib
@@ -3451,6 +3904,12 @@ def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]
             warnings.append(f"the tool {name} is left out: {missing!r} is not on this machine")
         else:
             tools[name] = tool
+    for name, entry in manifest.mcp.items():
+        check_server(name, entry, f"{manifest.where}: mcp.{name}")
+        for tool in entry.tools:
+            if f"{name}__{tool}" in forms:
+                raise ConfigError(f"there is a tool {name}__{tool} already", f"{manifest.where}: mcp.{name}.tools")
+            forms[f"{name}__{tool}"] = Mcp.form
     return Registry(tools, forms, tuple(warnings))
 
 
@@ -3577,12 +4036,17 @@ def checked_schema(schema: JSON, where: str) -> JSON:
         if not str(reference).startswith("#"):
             raise ConfigError(f"a $ref outside the schema ({reference!r}) is not fetched", where)
     if not is_plain_schema(schema):
-        import jsonschema
-        try:
-            jsonschema.Draft202012Validator.check_schema(schema)
-        except jsonschema.SchemaError as error:
-            raise ConfigError(error.message, where) from error
+        check_schema(schema, where)
     return schema
+
+
+def check_schema(schema: JSON, where: str) -> None:
+    """Raises ConfigError for what is no JSON Schema."""
+    import jsonschema
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ConfigError(error.message, where) from error
 
 
 def references(value: JSON) -> Iterator[JSON]:
@@ -3594,6 +4058,151 @@ def references(value: JSON) -> Iterator[JSON]:
     if isinstance(value, list):
         for item in value:
             yield from references(item)
+
+
+def check_server(name: str, entry: McpEntry, where: str) -> None:
+    """Raises ConfigError for an [mcp.SERVER] table that cannot be meant."""
+    if not TOOL_NAME.fullmatch(name) or "__" in name:
+        raise ConfigError("a server's name has letters, digits, - and _, no __", where)
+    if bool(entry.argv) == bool(entry.url):
+        raise ConfigError("either argv or url is needed", where)
+    if entry.url:
+        try:
+            parse_url(entry.url)
+        except ToolError as error:
+            raise ConfigError(str(error), f"{where}.url") from error
+    for key, needed in (("headers", "url"), ("env", "argv")):
+        if getattr(entry, key) and not getattr(entry, needed):
+            raise ConfigError(f"only a server with {needed} has {key}", f"{where}.{key}")
+    if not entry.tools:
+        raise ConfigError("the names of the tools that may be used are needed", f"{where}.tools")
+    for tool in entry.tools:
+        if not TOOL_NAME.fullmatch(f"{name}__{tool}"):
+            raise ConfigError(f"{tool!r}: a tool's name has letters, digits, - and _, at most 64 with {name}__",
+                              f"{where}.tools")
+    for tool in entry.readonly:
+        if tool not in entry.tools:
+            raise ConfigError(f"{tool!r} is none of its tools", f"{where}.readonly")
+    for key in ("timeout", "start_timeout"):
+        duration(getattr(entry, key), f"{where}.{key}")
+
+
+def servers_of(manifest: Manifest, environ: Mapping[str, str], cwd: str) -> tuple[McpServer, ...]:
+    """The MCP servers of a manifest, ready to be started. Raises ConfigError for a variable that is not set."""
+    return tuple(McpServer(name, entry.argv, entry.url, filled_headers(entry, environ, f"{manifest.where}: mcp.{name}"),
+                           process_environment(environ, entry.env), cwd, duration(entry.start_timeout, name))
+                 for name, entry in manifest.mcp.items())
+
+
+def filled_headers(entry: McpEntry, environ: Mapping[str, str], where: str) -> dict[str, str]:
+    """The headers with `${NAME}` filled in from the environment."""
+    def fill(found: re.Match[str]) -> str:
+        if found[1] not in environ:
+            raise ConfigError(f"the variable {found[1]} is not set", f"{where}.headers")
+        return environ[found[1]]
+    return {name: HEADER_VARIABLE.sub(fill, text) for name, text in entry.headers.items()}
+
+
+def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, listings: Mapping[str, McpListing],
+                      pins: Mapping[str, str]) -> Registry:
+    """The registry with the tools that the manifest lists of its servers; one that cannot be used is left out with a
+    warning. Raises ConfigError (exit 12) where a required server is not there."""
+    tools, warnings = dict(registry.tools), list(registry.warnings)
+    for server, entry in manifest.mcp.items():
+        listing, problems = listings[server], []
+        if listing.problem:
+            problems.append(f"the MCP server {server} is left out: {listing.problem}")
+        for name in () if listing.problem else entry.tools:
+            try:
+                tool, changed = server_tool(f"{server}__{name}", entry, listing.tools.get(name), servers, pins)
+            except (ToolError, ConfigError) as error:
+                problems.append(f"the tool {server}__{name} is left out: {error.what}")
+                continue
+            tools[tool.name] = tool
+            warnings += changed
+        if problems and entry.required:
+            raise ConfigError(problems[0], f"{manifest.where}: mcp.{server}", code=ExitCode.MCP_MISSING)
+        warnings += problems
+    return replace(registry, tools=tools, warnings=tuple(warnings))
+
+
+def server_tool(name: str, entry: McpEntry, found: McpDefinition | None, servers: McpServers,
+                pins: Mapping[str, str]) -> tuple[Tool, list[str]]:
+    """The Tool of a definition, and a warning where it is not the pinned one: such a tool is there to be denied.
+
+    Raises ConfigError, ToolError where nothing can be made of it."""
+    if found is None:
+        raise ConfigError("the server does not offer it")
+    check_value((found.description, found.schema), name)
+    server = servers.peers[name.partition("__")[0]].server
+    now = found.pin(server)
+    pinned = pins.get(name, now)
+    if pinned == now:
+        description, schema, warnings = server_words(found.description), server_schema(found.schema), []
+    else:
+        description, schema = "(changed since it was pinned: every call is denied)", {"type": "object"}
+        warnings = [f"the tool {name} has changed since it was pinned, so every call is denied; its digest is now {now}"]
+    kind = Mcp(servers, server, found.name, pinned)
+    return Tool(name, description, schema, kind, entry.approval, found.name in entry.readonly,
+                timeout=duration(entry.timeout, name)), warnings
+
+
+def server_words(description: JSON) -> str:
+    """A server's description for the model: no control characters, and no more than is read."""
+    return plain(str(description or "").encode("utf-8", "replace"))[:MOST_WORDS]
+
+
+def server_schema(schema: JSON) -> JSON:
+    """A server's schema as arguments are checked by it: its own references put in place, no regular expression,
+    nothing undeclared, text not empty unless declared so. Raises ConfigError."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        raise ConfigError("its input schema is not that of an object")
+    check_schema(schema, "")
+    found = unreferenced(schema, schema, (), itertools.count())
+    for name, told in found.get("properties", {}).items():
+        told.pop("default", None)  # it is the server that knows what a missing argument means
+        if told.get("type") == "string" and "enum" not in told and "const" not in told:
+            told.setdefault("minLength", 1)
+    if not {"additionalProperties", "unevaluatedProperties"} & found.keys():
+        found["unevaluatedProperties" if COMBINING & found.keys() else "additionalProperties"] = False
+    return found
+
+
+def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Iterator[int]) -> JSON:
+    """The schema with what its references name in their place; inside itself, such a name allows anything."""
+    if next(parts) > MOST_PARTS:
+        raise ConfigError("its input schema is too large")
+    if not isinstance(schema, dict):
+        return {} if schema is True else {"not": {}}
+    reference = schema.get("$ref")
+    if reference is not None:
+        rest = {key: told for key, told in schema.items() if key != "$ref"}
+        named = {} if reference in within else pointed(root, reference)
+        named = named if isinstance(named, dict) else {}
+        return unreferenced({**named, **rest}, root, (*within, reference), parts)
+    inner = lambda told: unreferenced(told, root, within, parts)
+    found = {}
+    for key, told in schema.items():
+        if key in SCHEMA_MAPS:
+            found[key] = {name: inner(item) for name, item in told.items()}
+        elif key in SCHEMA_LISTS:
+            found[key] = [inner(item) for item in told]
+        elif key not in NOT_FROM_SERVERS:
+            found[key] = inner(told) if key in SCHEMA_PLACES else told
+    return found
+
+
+def pointed(root: JSON, reference: str) -> JSON:
+    """What a `#/…` reference names in its own schema. Raises ConfigError where that is nothing."""
+    if reference != "#" and not reference.startswith("#/"):
+        raise ConfigError(f"a $ref outside the schema ({reference[:80]!r}) is not fetched")
+    place = root
+    for step in urllib.parse.unquote(reference[2:]).split("/") if reference != "#" else ():
+        step = step.replace("~1", "/").replace("~0", "~")
+        place = place.get(step, MISSING) if isinstance(place, dict) else MISSING
+    if place is MISSING:
+        raise ConfigError(f"its $ref {reference[:80]!r} names nothing")
+    return place
 
 
 def missing_program(tool: Tool, find_program: Callable[[str], str | None]) -> str | None:
@@ -3647,7 +4256,7 @@ def argument_problem(schema: JSON, arguments: JSON) -> str | None:
 def is_plain_schema(schema: JSON) -> bool:
     """Whether the schema says no more than `is_plainly_valid` can judge."""
     return schema.get("type") == "object" and schema.keys() <= PLAIN_OBJECT and isinstance(schema.get("properties", {}), dict) and all(
-        isinstance(told, dict) and told.keys() <= PLAIN_KEYS and told.get("type") in JSON_TYPES
+        isinstance(told, dict) and told.keys() <= PLAIN_KEYS and str(told.get("type")) in JSON_TYPES
         for told in schema.get("properties", {}).values())
 
 
@@ -3697,6 +4306,16 @@ KINDS = {"command": KindEntry(build_command, frozenset(("argv", "params", "schem
                             frozenset(("timeout", "readonly", "idempotent")))}
 AGENT_PROMPT = "You do one task for another assistant, with the tools you have, and answer with what you found."
 MANY_TOOLS, MANY_PARAMETERS, VAGUE = 20, 5, 12  # tools, parameters, characters of a description
+HEADER_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+MOST_WORDS = 4_000  # characters of a server's description
+MOST_PARTS = 5_000  # schemas in a server's schema, once its references are put in place
+SCHEMA_MAPS = frozenset(("properties", "dependentSchemas"))
+SCHEMA_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
+SCHEMA_PLACES = frozenset(("items", "contains", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
+                           "propertyNames", "not", "if", "then", "else"))
+NOT_FROM_SERVERS = frozenset(("pattern", "patternProperties", "$schema", "$id", "$anchor", "$defs", "definitions",
+                              "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$vocabulary", "$comment"))
+COMBINING = frozenset(("allOf", "anyOf", "oneOf", "if", "dependentSchemas"))
 JSON_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
 PLAIN_OBJECT = frozenset(("type", "properties", "required", "additionalProperties", "title", "description"))
 PLAIN_KEYS = frozenset(("type", "description", "default", "enum", "minLength", "maxLength", "minimum", "maximum",
@@ -3757,10 +4376,10 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
         return refusal("an argument holds a secret; it was masked and cannot be used")
     try:
         canonical = tool.canonical(arguments, places)
+        forbidden = tool.kind.forbidden(canonical, places)
     except ToolError as error:
         return refusal(str(error))
     verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", canonical, arguments, tool.approval)
-    forbidden = tool.kind.forbidden(canonical, places)
     if forbidden:
         return replace(verdict, decision=Decision.DENY, reason=forbidden)
     by = unasked_by(canonical, tool, grants)
@@ -3797,7 +4416,7 @@ def refusal(reason: str) -> Verdict:
 
 def usage_of(tool: Tool) -> str:
     """The parameters of a tool, and an example, for a model that got them wrong."""
-    example = {name: EXAMPLES.get(told.get("type"), told.get("enum", ["…"])[0])
+    example = {name: EXAMPLES.get(str(told.get("type")), (told.get("enum") or ["…"])[0])
                for name, told in tool.schema.get("properties", {}).items() if isinstance(told, dict)}
     return f"Its parameters: {compact(tool.schema)}. Example: {compact(example)}"
 
@@ -7064,14 +7683,24 @@ class Setup(Value):
     registry: Registry
     places: Places
     grants: tuple[Grant, ...]
+    processes: Processes
     skills: Mapping[str, Skill] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()  # what the manifest sends to servers in headers
     on_deny: OnDeny | None = None
 
+    @property
+    def pins(self) -> dict[str, str]:
+        """The digests of the definitions that hold for this session."""
+        return {tool.name: tool.kind.pinned for tool in self.registry.tools.values() if isinstance(tool.kind, Mcp)}
 
-def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str) -> Setup:
+
+def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str, deadline: Deadline,
+           pins: Mapping[str, str]) -> Setup:
     """Raises ConfigError for whatever is wrong with tools and grants."""
-    machine = asked.machine
+    machine, processes = asked.machine, Processes(asked.interrupts.shield)
     registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
+    registry, secrets = with_servers(asked, registry, manifest, processes, cwd, deadline, pins)
+    registry = registry.only(only)
     skills = load_skills(asked, registry, cwd)
     registry = registry.with_skills(skills)
     places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id, functools.cache(machine.addresses))
@@ -7084,7 +7713,7 @@ def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str)
                                                *(skill.folder for skill in skills.values())) if path]
     places = replace(places, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
-    setup = Setup(asked, manifest, registry, places, grants, skills, asked.flags.on_deny)
+    setup = Setup(asked, manifest, registry, places, grants, processes, skills, secrets, asked.flags.on_deny)
     if asked.flags.pinning is Pinning.DEMAND:
         refuse_drift(setup)
     return setup
@@ -7095,10 +7724,12 @@ def lock_path(manifest: Manifest) -> str:
 
 
 def digests_of(setup: Setup) -> dict[str, str]:
-    """The SHA-256 of all that a run trusts, by what it is: the manifest, each skill, each tool's program."""
+    """The SHA-256 of all that a run trusts, by what it is: the manifest, each skill, each tool's program,
+    each definition of an MCP tool."""
     found = {"manifest": setup.manifest.sha256}
     for skill in setup.skills.values():
         found[f"skill {skill.name}"] = skill.sha256
+    found.update((f"mcp {name}", pin) for name, pin in setup.pins.items())
     for tool in setup.registry.tools.values():
         for program in needed_programs(tool):
             path = os.path.realpath(shutil.which(program, path=setup.asked.machine.path) or program)
@@ -7108,28 +7739,53 @@ def digests_of(setup: Setup) -> dict[str, str]:
 
 def refuse_drift(setup: Setup) -> None:
     """Raises ConfigError naming the first thing that is not what tools.lock says."""
-    path = lock_path(setup.manifest)
-    try:
-        pinned = json.loads(read_file(path)).get("pins", {})
-    except (ValueError, AttributeError) as error:
-        raise ConfigError("it cannot be read", path, "write it anew: agentloop check --pin") from error
+    path, pinned = lock_path(setup.manifest), load_lock(setup.manifest)
     for what, sha256 in digests_of(setup).items():
-        if pinned.get(what) != sha256:
-            raise ConfigError(f"{visible(what)} {'is not' if what in pinned else 'stands not'} in it"
-                              f"{' as it is now' if what in pinned else ''}", path,
+        known = pinned.mcp.get(what.removeprefix("mcp ")) if what.startswith("mcp ") else pinned.pins.get(what)
+        if known != sha256:
+            raise ConfigError(f"{visible(what)} {'is not in it as it is now' if known else 'is not in it'}", path,
                               "look at what changed, then pin it anew: agentloop check --pin")
 
 
 def write_lock(setup: Setup) -> str:
-    """Writes tools.lock and returns its path; the pins of MCP tools in it stay."""
-    path = lock_path(setup.manifest)
-    known = json.loads(read_file(path)) if os.path.exists(path) else {}
-    text = json.dumps({**known, "pins": digests_of(setup)}, indent=1, sort_keys=True) + "\n"
+    """Writes tools.lock and returns its path. The pin of an MCP tool whose server is down stays."""
+    path, found = lock_path(setup.manifest), digests_of(setup)
+    mcp = {what.removeprefix("mcp "): sha256 for what, sha256 in found.items() if what.startswith("mcp ")}
+    lock = Lock({**load_lock(setup.manifest).mcp, **mcp}, {what: found[what] for what in found if not what.startswith("mcp ")})
     try:
-        write_atomic(path, text.encode())
+        write_atomic(path, (json.dumps(encode(lock), indent=1, sort_keys=True) + "\n").encode())
     except ToolError as error:
         raise ConfigError(f"cannot be written: {error.what}", path) from error
     return path
+
+
+def load_lock(manifest: Manifest) -> Lock:
+    """The pins beside the manifest, none where there is no such file. Raises ConfigError."""
+    path = lock_path(manifest)
+    if not os.path.lexists(path):
+        return Lock()
+    text = read_file(path)
+    if writable_by_others(path):
+        raise ConfigError("others can write it, so it cannot be trusted", path, "chmod go-w it")
+    return parse_lock(text, path)
+
+
+def with_servers(asked: Invocation, registry: Registry, manifest: Manifest, processes: Processes, cwd: str,
+                 deadline: Deadline, pins: Mapping[str, str]) -> tuple[Registry, tuple[str, ...]]:
+    """The registry with the tools of the manifest's MCP servers, which are started, and the secrets sent to them.
+    A replay starts nothing."""
+    flags, environ = asked.flags, asked.machine.environ
+    wanted = {name: entry for name, entry in manifest.mcp.items()
+              if not flags.only or any(f"{name}__{tool}" in flags.only for tool in entry.tools)}
+    servers_wanted = servers_of(replace(manifest, mcp=wanted), environ, cwd)
+    if not servers_wanted or (flags.model or environ.get("AGENTLOOP_MODEL", "")).startswith("replay:"):
+        return registry, ()
+    servers = McpServers(processes)
+    asked.closing.callback(servers.close)
+    listings = servers.start(servers_wanted, max(0.1, deadline.left()))
+    registry = with_server_tools(registry, replace(manifest, mcp=wanted), servers, listings,
+                                 {**pins, **load_lock(manifest).mcp})
+    return registry, tuple(part for server in servers_wanted for text in server.headers.values() for part in (text, *text.split()))
 
 
 def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str, Skill]:
@@ -7159,8 +7815,8 @@ def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
     limits = limits_of(flags, manifest, Limits())
-    setup = set_up(asked, manifest, flags.only, machine.cwd)
     deadline = Deadline(time.monotonic() + limits.timeout_s)
+    setup = set_up(asked, manifest, flags.only, machine.cwd, deadline, {})
     if flags.lock:
         lock = take_lock(os.path.join(machine.state, "locks", checked_name(flags.lock, "--lock")), flags.on_overlap, deadline)
         asked.closing.callback(os.close, lock)
@@ -7190,7 +7846,8 @@ def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, ta
         os.urandom(4).hex(), __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
         options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
         setup.manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
-        setup.places.cwd, setup.places.cwd_id, flags.name and checked_name(flags.name, "--session"))
+        setup.places.cwd, setup.places.cwd_id, flags.name and checked_name(flags.name, "--session"),
+        setup.pins)
     if not isinstance(model, ReplayModel):
         return started
     before = model.started
@@ -7249,17 +7906,17 @@ def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     if manifest.sha256 != started.manifest_sha256 and not flags.tools:
         raise ConfigError("the manifest has changed since the session started", manifest.where,
                           f"name it again if that is meant: --tools {shlex.quote(manifest.where)}")
-    setup = set_up(asked, manifest, flags.only or options.only, started.cwd)
+    limits = limits_of(flags, Manifest(), state.limits)
+    deadline = Deadline(time.monotonic() + limits.timeout_s)
+    setup = set_up(asked, manifest, flags.only or options.only, started.cwd, deadline, state.pins)
     if not flags.on_deny and options.on_deny:
         setup = replace(setup, on_deny=OnDeny(options.on_deny))
     settled = settlements(flags, dict(uncertain_calls(state, setup.registry)))
     if flags.task:  # a new task would bury what is not known of the old one
         refuse_uncertain(settle(state, settled), setup.registry, lambda _, more: way_on(flags, state, journal, more))
-    limits = limits_of(flags, Manifest(), state.limits)
-    deadline = Deadline(time.monotonic() + limits.timeout_s)
     choice = choice_of(flags, machine, started, manifest.model)
     return drive(setup, choice, open_model(choice, asked, deadline), deadline, journal, state,
-                 SessionResumed(flags.grants, limits, flags.task, settled))
+                 SessionResumed(flags.grants, limits, flags.task, settled, setup.pins))
 
 
 def settlements(flags: Flags, uncertain: Mapping[str, str]) -> dict[str, Settlement]:
@@ -7280,8 +7937,9 @@ def check_call(asked: Invocation) -> ExitCode:
     """`check CALL`: the decision about one call as for a run with nobody there; nothing of it is repaired."""
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
-    setup = set_up(asked, manifest, flags.only, machine.cwd)
-    text = read_stdin(replace(flags, stdin=StdinMode.TASK), streams, Deadline(time.monotonic() + 600)) \
+    deadline = Deadline(time.monotonic() + 600)
+    setup = set_up(asked, manifest, flags.only, machine.cwd, deadline, {})
+    text = read_stdin(replace(flags, stdin=StdinMode.TASK), streams, deadline) \
         if flags.task == "-" else flags.task
     name, _, arguments = text.partition(" ")
     try:
@@ -7320,7 +7978,7 @@ def preflight(asked: Invocation) -> ExitCode:
     """`check`: all that can be known before the first token, a line a finding. Exit 2 if a run could not work."""
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
-    setup = set_up(asked, manifest, flags.only, machine.cwd)
+    setup = set_up(asked, manifest, flags.only, machine.cwd, Deadline(time.monotonic() + PREFLIGHT_WAIT), {})
     findings = [*checked_tools(setup), *checked_model(setup)]
     if flags.pinning is Pinning.WRITE:
         findings.append(Checked(Level.OK, "pins", f"written to {write_lock(setup)}"))
@@ -7530,11 +8188,11 @@ def far_reader(registry: Registry, endpoint: str) -> Iterator[str]:
 
 def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Journal | NoJournal, model: Any) -> Parts:
     flags, streams, interrupts, machine, _ = contents(setup.asked)
-    processes, replay = Processes(interrupts.shield), model if isinstance(model, ReplayModel) else None
+    processes, replay = setup.processes, model if isinstance(model, ReplayModel) else None
     prompter = AsRecorded(replay.decisions.get) if replay else prompter_of(flags)
     on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
     named = (choice.options.key_env, *(name for tool in setup.registry.tools.values() for name in tool.kind.secrets))
-    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key,))
+    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key, *setup.secrets))
     reaching: set[Http] = set()
 
     @contextmanager

@@ -2,8 +2,7 @@
 
 
 RUN = [case for case in CASES if case["level"] == "run"]
-NOT_YET = {"http": "the kind is yet to come", "mcp": "the kind is yet to come", "agent": "the kind is yet to come",
-           "skills": "activate_skill and --skills are yet to come"}
+NOT_YET: dict[str, str] = {}
 IS_THERE = {"http": lambda: "http" in agentloop.KINDS, "agent": lambda: "agent" in agentloop.KINDS,
             "mcp": lambda: "mcp" in agentloop.Tables.__dataclass_fields__, "skills": lambda: "activate_skill" in agentloop.BUILTINS}
 SOFT: dict[str, str] = {}  # cases where deny and error change places: which of the two, and why
