@@ -3256,8 +3256,12 @@ class HttpTool(Kind):
         for _ in range(MOST_REDIRECTS + 1):
             address = context.places.addresses(parse_url(at.subject).host.strip("[]"))[0]
             got = fetch(HttpRequest(self.method, at.subject, headers, body=body, address=address), context)
-            if got.status not in REDIRECTS or self.method != "GET" or "location" not in got.headers:
+            done = self.method != "GET" and got.status == 303  # it has had its effect, and says where to see it
+            if got.status not in REDIRECTS or "location" not in got.headers or done:
                 return web_output(got)
+            if self.method != "GET":
+                return ToolOutput(ToolStatus.DENIED, whole(""), f"status {got.status}: it redirects to "
+                                  f"{got.headers['location']}, and only a GET is sent on")
             at = replace(at, subject=str(parse_url(urllib.parse.urljoin(at.subject, got.headers["location"]))))
             refused = self.barred(at, context.places) or context.unallowed(at)
             if refused:
@@ -3324,8 +3328,7 @@ def web_output(got: Fetched) -> ToolOutput:
         except (ValueError, RecursionError):  # it is not what it says: shown as it is
             output = got.output
     status = ToolStatus.FAILED if got.status >= 300 else ToolStatus.OK
-    to = f", to {got.headers['location']}: not followed" if got.status in REDIRECTS and "location" in got.headers else ""
-    return ToolOutput(status, output, f"status {got.status}{to}")
+    return ToolOutput(status, output, f"status {got.status}")
 
 
 def render_url(template: str, query: Mapping[str, str], arguments: JSON) -> str:

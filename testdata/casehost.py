@@ -130,7 +130,7 @@ def main():
     sys.addaudithook(opened)
     agentloop.main(lambda: dataclasses.replace(
         agentloop.this_machine(), addresses=Names(world["dns"]), sinks=(Watch(world, note),),
-        open_transport=lambda scheme, proxied_host, ca_file: Web(world["http"], note)))
+        open_transport=lambda scheme, proxied_host, ca_file, server_name: Web(world["http"], note)))
 
 
 if __name__ == "__main__":
