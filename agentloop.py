@@ -2465,10 +2465,11 @@ class McpDefinition(Value):
 
 @value
 class McpListing(Value):
-    """What a server offers, by name, or the problem why it offers nothing."""
+    """What a server offers, by name, or the problem why it offers nothing, with the last words of the server."""
 
     tools: Mapping[str, McpDefinition] = field(default_factory=dict)
     problem: str = ""
+    last_words: str = ""
 
 
 class McpEnd(StrEnum):
@@ -2488,6 +2489,7 @@ class McpReply(Value):
     end: McpEnd
     result: Mapping[str, JSON] = field(default_factory=dict)
     problem: str = ""
+    last_words: str = ""  # of a server that is gone
 
 
 class McpServers:
@@ -2502,7 +2504,7 @@ class McpServers:
         self.stopped: Any = None
 
     def start(self, servers: Sequence[McpServer], patience: float) -> dict[str, McpListing]:
-        """Starts all side by side; what each offers, once all have answered or had their time, or at most `patience`."""
+        """Starts all side by side; what each offers, once all have answered or had their time (`patience` at most)."""
         problem = sdk_problem()
         if problem:
             return {server.name: McpListing(problem=problem) for server in servers}
@@ -2571,9 +2573,9 @@ class McpServers:
         ready.cancel()
         if peer.ready.is_set():
             return await self.listing(peer, max(0.1, until - self.loop.time()))
-        problem = peer.gone() if peer.task.done() else peer.with_last_words(f"no answer within {timeout:.3g}s")
+        problem = peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s"
         peer.task.cancel()
-        return McpListing(problem=problem)
+        return McpListing({}, problem, peer.last_words)
 
     def stop(self) -> None:
         self.loop.remove_reader(self.processes.stopped)
@@ -2584,7 +2586,7 @@ class McpServers:
         for _ in range(MOST_PAGES):
             reply = await self.asked(peer, "tools/list", cursor, until - self.loop.time())
             if reply.end is not McpEnd.ANSWERED:
-                return McpListing(problem=reply.problem)
+                return McpListing({}, reply.problem, reply.last_words)
             told = reply.result.get("tools")
             for item in told if isinstance(told, list) else ():
                 if isinstance(item, dict) and isinstance(item.get("name"), str):
@@ -2596,22 +2598,24 @@ class McpServers:
         return McpListing(problem="its list of tools has no end")
 
     async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> McpReply:
-        """Sends one request, and waits until it is answered, the time is over, the run is stopped or the server gone."""
+        """Sends one request; waits until it is answered, the time is over, the run is stopped or the server gone."""
         import asyncio
         if peer.session is None or peer.finish.is_set() or peer.task.done():
-            return McpReply(McpEnd.GONE, problem=peer.gone())
+            return McpReply(McpEnd.GONE, {}, peer.gone(), peer.last_words)
         asking = asyncio.ensure_future(peer.request(method, params))
         try:
             await asyncio.wait({asking, peer.task, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and not asking.exception():
                 return McpReply(McpEnd.ANSWERED, asking.result())
-            if asking.done() and not peer.finish.is_set() and hasattr(asking.exception(), "error"):
-                return McpReply(McpEnd.REFUSED, problem=asking.exception().error.message)
+            refused = getattr(asking.exception(), "error", None) if asking.done() else None  # the SDK's own have it
+            if refused and not peer.finish.is_set():
+                return McpReply(McpEnd.REFUSED, problem=f"it refused: {refused.message}")
             if asking.done() or peer.task.done():
                 await asyncio.wait({peer.task}, timeout=2 * PIPE_GRACE)  # for its last words
-                return McpReply(McpEnd.GONE, problem=peer.gone())
-            end = McpEnd.STOPPED if self.stopped.done() else McpEnd.TIMED_OUT
-            return McpReply(end, problem=peer.with_last_words(f"no answer within {timeout:.3g}s"))
+                return McpReply(McpEnd.GONE, {}, peer.gone(), peer.last_words)
+            if self.stopped.done():
+                return McpReply(McpEnd.STOPPED, problem="ended because the run was stopped")
+            return McpReply(McpEnd.TIMED_OUT, problem=f"no answer within {timeout:.3g}s")
         finally:
             asking.cancel()
             await asyncio.wait({asking}, timeout=PIPE_GRACE)
@@ -2651,7 +2655,7 @@ class McpPeer:
         self.ready, self.finish = asyncio.Event(), asyncio.Event()
         self.session: Any = None
         self.task: Any = None
-        self.last_words = b""
+        self.kept = b""
 
     async def serve(self) -> None:
         """Speaks with the server from the handshake to `finish`."""
@@ -2738,7 +2742,12 @@ class McpPeer:
             self.keep(chunk)
 
     def keep(self, words: bytes) -> None:
-        self.last_words = (self.last_words + words)[-LAST_WORDS:]
+        self.kept = (self.kept + words)[-LAST_WORDS:]
+
+    @property
+    def last_words(self) -> str:
+        """What it printed last beside its messages."""
+        return plain(self.kept).strip()
 
     def gone(self) -> str:
         """What is known of a server that is no longer there."""
@@ -2748,13 +2757,9 @@ class McpPeer:
         code = self.child.poll() if self.child else None
         how = f" with exit code {code}" if code is not None and code >= 0 else f" by signal {-code}" if code else ""
         if self.child:
-            return self.with_last_words(f"it has ended{how}")
+            return f"it has ended{how}"
         status = getattr(getattr(error, "response", None), "status_code", None)
         return f"HTTP {status}" if status else f"{error or 'the connection is closed'}"
-
-    def with_last_words(self, what: str) -> str:
-        said = plain(self.last_words).strip()
-        return f"{what}; its last words: {said}" if said else what
 
 
 async def reader_of(pipe: Any) -> Any:
@@ -2779,7 +2784,8 @@ def sdk_problem() -> str:
         version = metadata.version("mcp")
     except metadata.PackageNotFoundError:
         return "the MCP SDK is not installed (pip install 'agentloop[mcp]')"
-    return "" if version.startswith("1.") else f"the MCP SDK is {version}, and 1.x is needed (pip install 'agentloop[mcp]')"
+    mend = "pip install 'agentloop[mcp]'"
+    return "" if version.startswith("1.") else f"the MCP SDK is {version}, and 1.x is needed ({mend})"
 
 
 def is_loopback(host: str) -> bool:
@@ -3399,23 +3405,31 @@ class Mcp(Kind):
         return Canonical(name, self.form, as_pairs(arguments))
 
     def forbidden(self, canonical: Canonical, places: Places) -> str:
-        """Why no grant may allow the call: the definition is not the pinned one. Raises ToolError when the server
-        does not say what it is."""
+        """Why no grant may allow the call: the definition is not the pinned one. A server that does not say what it
+        is forbids nothing: without that, `run` does nothing."""
+        with contextlib.suppress(ToolError):
+            return self.changed()
+        return ""
+
+    def changed(self) -> str:
+        """What is wrong with the definition as the server has it now. Raises ToolError if it does not say."""
         found = self.servers.definition(self.server.name, self.tool)
         if found is None:
             return "the server does not offer the tool any more"
-        return "" if found.pin(self.server) == self.pinned else "the definition of the tool has changed since it was pinned"
+        same = found.pin(self.server) == self.pinned
+        return "" if same else "the definition of the tool has changed since it was pinned"
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        changed = self.forbidden(canonical, context.places)  # a person may have taken a while to answer
+        changed = self.changed()  # a person may have taken a while to answer
         if changed:
             raise ToolError(changed)
         reply = self.servers.call(self.server.name, self.tool, arguments, context.timeout)
         if reply.end is McpEnd.ANSWERED:
             status = ToolStatus.FAILED if reply.result.get("isError") else ToolStatus.OK
             return ToolOutput(status, whole(result_text(reply.result)))
-        status, note = MCP_ENDS[reply.end]
-        return ToolOutput(status, whole(reply.problem), note)
+        known = "" if reply.end is McpEnd.REFUSED else "; what it did until then is not known"
+        note = f"the MCP server {self.server.name}: {reply.problem}{known}"
+        return ToolOutput(MCP_STATUS[reply.end], whole(reply.last_words), note)
 
 
 def result_text(result: Mapping[str, JSON]) -> str:
@@ -3685,12 +3699,8 @@ CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_
 NEVER_PROMPT = {"GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PAGER": "cat",
                 "SYSTEMD_PAGER": "", "SSH_ASKPASS_REQUIRE": "never", "GIT_PAGER": "cat"}
 PATH_PARAMETER = {"type": "string", "minLength": 1}
-MCP_ENDS = {
-    McpEnd.REFUSED: (ToolStatus.FAILED, "the server refused the call:"),
-    McpEnd.TIMED_OUT: (ToolStatus.TIMEOUT, "timed out; what it did until then is not known"),
-    McpEnd.STOPPED: (ToolStatus.TIMEOUT, "ended because the run was stopped; what it did until then is not known"),
-    McpEnd.GONE: (ToolStatus.FAILED, "the server is gone; what the call did until then is not known"),
-}
+MCP_STATUS = {McpEnd.REFUSED: ToolStatus.FAILED, McpEnd.TIMED_OUT: ToolStatus.TIMEOUT,
+              McpEnd.STOPPED: ToolStatus.TIMEOUT, McpEnd.GONE: ToolStatus.FAILED}
 
 
 @value
@@ -4114,7 +4124,8 @@ def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServer
     for server, entry in manifest.mcp.items():
         listing, problems = listings[server], []
         if listing.problem:
-            problems.append(f"the MCP server {server} is left out: {listing.problem}")
+            said = f"; its last words: {listing.last_words}" if listing.last_words else ""
+            problems.append(f"the MCP server {server} is left out: {listing.problem}{said}")
         for name in () if listing.problem else entry.tools:
             try:
                 tool, changed = server_tool(f"{server}__{name}", entry, listing.tools.get(name), servers, pins)
@@ -4144,7 +4155,7 @@ def server_tool(name: str, entry: McpEntry, found: McpDefinition | None, servers
         description, schema, warnings = server_words(found.description), server_schema(found.schema), []
     else:
         description, schema = "(changed since it was pinned: every call is denied)", {"type": "object"}
-        warnings = [f"the tool {name} has changed since it was pinned, so every call is denied; its digest is now {now}"]
+        warnings = [f"the tool {name} has changed since it was pinned: every call is denied; its digest is now {now}"]
     kind = Mcp(servers, server, found.name, pinned)
     return Tool(name, description, schema, kind, entry.approval, found.name in entry.readonly,
                 timeout=duration(entry.timeout, name)), warnings
@@ -4379,10 +4390,10 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
         return refusal("an argument holds a secret; it was masked and cannot be used")
     try:
         canonical = tool.canonical(arguments, places)
-        forbidden = tool.kind.forbidden(canonical, places)
     except ToolError as error:
         return refusal(str(error))
     verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", canonical, arguments, tool.approval)
+    forbidden = tool.kind.forbidden(canonical, places)
     if forbidden:
         return replace(verdict, decision=Decision.DENY, reason=forbidden)
     by = unasked_by(canonical, tool, grants)
