@@ -208,7 +208,7 @@ class Usage(Value):
 class Omitted(Value):
     """What a truncated output does not show."""
 
-    lines: int = 0
+    lines: int | None = 0  # None: in a file too large to be read for a count
     bytes: int = 0
 
 
@@ -1102,8 +1102,11 @@ def repeat_note(repeat: Repeat | None) -> str:
 
 
 def signature(call: ToolCall) -> str:
-    """Equal for calls that ask for the same thing."""
-    return digest([call.name, call.arguments, call.raw])
+    """Equal for calls that ask for the same thing; remembered with the call, since a batch is looked through often."""
+    known = call.__dict__.get("signature")
+    if known is None:
+        known = call.__dict__["signature"] = digest([call.name, call.arguments, call.raw])
+    return known
 
 
 def task_text(started: SessionStarted) -> str:
@@ -1156,7 +1159,7 @@ class Captured(Value):
     head: bytes
     tail: bytes = b""  # what came last, where the head does not reach to the end
     total_bytes: int = 0
-    total_lines: int = 0
+    total_lines: int | None = 0
 
 
 class CutFrom(StrEnum):
@@ -1183,12 +1186,14 @@ def truncate(output: Captured, budget: int, cut: CutFrom) -> tuple[str, Omitted]
         last = last[last.index("\n") + 1:]
     kept_bytes = len(first.encode()) + len(last.encode())
     kept_lines = first.count("\n") + last.count("\n") + (not last.endswith("\n"))
-    omitted = Omitted(max(0, output.total_lines - kept_lines), max(0, output.total_bytes - kept_bytes))
+    lines = None if output.total_lines is None else max(0, output.total_lines - kept_lines)
+    omitted = Omitted(lines, max(0, output.total_bytes - kept_bytes))
     return f"{first}{'' if first.endswith(chr(10)) else chr(10)}{omission(omitted)}\n{last}", omitted
 
 
 def omission(omitted: Omitted) -> str:
-    return f"[… {omitted.lines:,} lines, {human_bytes(omitted.bytes)} omitted …]"
+    lines = "" if omitted.lines is None else f"{omitted.lines:,} lines, "
+    return f"[… {lines}{human_bytes(omitted.bytes)} omitted …]"
 
 
 def plain(data: bytes) -> str:
@@ -3300,6 +3305,69 @@ def as_pairs(arguments: JSON) -> tuple[tuple[str, str], ...]:
 
 
 @value
+class PythonTool(Kind):
+    """A function of a host program. `scope` gives the one text that grants match in place of the arguments."""
+
+    function: Callable[..., Any]
+    takes_context: str = ""  # the parameter that gets the ToolContext
+    scope: Callable[[JSON], str] | None = None
+    requires_approval: Callable[[JSON], Any] | None = None
+
+    @property
+    def form(self) -> ScopeForm:
+        return ScopeForm.TEXT if self.scope else ScopeForm.PAIRS
+
+    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
+        asked = () if self.requires_approval is None or not self.requires_approval(arguments) else (("approval", "required"),)
+        return Canonical(name, self.form, self.scope(arguments) if self.scope else as_pairs(arguments), rest=asked)
+
+    def is_bounded(self, canonical: Canonical) -> bool:
+        return not canonical.rest
+
+    def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
+        given, problem = attempt(self.function, **arguments, **({self.takes_context: context} if self.takes_context else {}))
+        return ToolOutput(ToolStatus.FAILED if problem else ToolStatus.OK, whole(problem or as_text(given)))
+
+
+def attempt(function: Callable[..., Any], *given: Any, **named: Any) -> tuple[Any, str]:
+    """What a function of the host program returns, and "", or None and what it raised: its bugs are not ours."""
+    try:
+        return function(*given, **named), ""
+    except AgentLoopError:
+        raise
+    except Exception as error:  # the second place: whatever a host's function raises is a result
+        return None, f"{type(error).__name__}: {error}"
+
+
+def tool(function: Callable[..., Any], *, name: str = "", description: str = "", approval: Approval = Approval.ASK,
+         requires_approval: Callable[[JSON], Any] | None = None, scope: Callable[[JSON], str] | None = None,
+         timeout: float = 30.0) -> Tool:
+    """A Tool of a Python function: its schema from the signature, its description from the docstring's first line.
+
+    A parameter annotated with ToolContext gets one. With `requires_approval(arguments)` the tool runs without asking
+    where that returns something false. Raises ConfigError for a parameter whose type JSON does not have."""
+    import inspect
+    where, properties, required, context = f"tool {function.__name__}", {}, [], ""
+    hints = typing.get_type_hints(function)
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints.get(parameter.name, str)
+        if hint is ToolContext:
+            context = parameter.name
+            continue
+        if hint not in PYTHON_TYPES or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"a parameter is one of {', '.join(cls.__name__ for cls in PYTHON_TYPES)}", f"{where}.{parameter.name}")
+        properties[parameter.name] = {"type": PYTHON_TYPES[hint]}
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    about = description or (inspect.getdoc(function) or "").partition("\n")[0]
+    if not about:
+        raise ConfigError("a model chooses a tool by its description", where, "write a docstring")
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return Tool(name or function.__name__, about, schema, PythonTool(function, context, scope, requires_approval),
+                Approval.AUTO if requires_approval else approval, timeout=timeout)
+
+
+@value
 class Fetched(Value):
     """What a server sent."""
 
@@ -3518,7 +3586,10 @@ def read_lines(path: str, arguments: JSON) -> ToolOutput:
     """The text of a regular file, from line `offset` (1 is the first, -1 the last), at most `limit` lines."""
     offset, limit, capture, lines = arguments.get("offset", 1), arguments.get("limit"), Capture(), 0
     with opened(path, stat.S_ISREG, "a regular file") as descriptor, open(descriptor, "rb", closefd=False) as file:
-        first = offset
+        size, first = os.fstat(descriptor).st_size, offset
+        if size > MOST_COUNTED and "offset" not in arguments and limit is None:
+            head, _ = file.read(Capture.KEEP), file.seek(-Capture.KEEP, os.SEEK_END)
+            return ToolOutput(ToolStatus.OK, Captured(head, file.read(Capture.KEEP), size, None))
         if offset < 0:
             first = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + offset + 1
             file.seek(0)
@@ -3690,6 +3761,8 @@ FUNCTIONS = {
 PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_][a-z0-9_]*)(?:\.\.\.)?\}")
 TEMPLATE = re.compile(r"\$\{(?P<secret>[A-Za-z_][A-Za-z0-9_]*)\}|\{(?P<name>[a-z_][a-z0-9_]*)\}")
 SAFE_METHODS, REDIRECTS = ("GET", "HEAD", "OPTIONS"), (301, 302, 303, 307, 308)
+PYTHON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+MOST_COUNTED = 256 << 20  # bytes of a file: a larger one is not read through to count its lines
 METHODS = (*SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
 MOST_REDIRECTS, MOST_BODY = 3, 16_000_000  # bytes of a response, unpacked
 FILE_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe",
@@ -6498,8 +6571,6 @@ class Journal:
         Raises ConfigError naming `file:line` for any other damage."""
         self.records = 1  # it must exist
         self.open()
-        if os.fstat(self.descriptor).st_uid != os.geteuid():
-            raise ConfigError("it belongs to another user", self.path)
         data = read_bytes(self.path)
         events, torn = read_journal(self.path, data)
         if torn:
@@ -8296,6 +8367,45 @@ def system_text(setup: Setup, window: int) -> str:
     can_activate = any(isinstance(tool.kind, SkillBuiltin) for tool in setup.registry.tools.values())
     listed = catalog(SkillIndex(skills), window_share(window)) if can_activate else ""
     return "\n\n".join(part for part in (own, listed, *(skill_text(skills[name]) for name in flags.preloaded)) if part)
+
+
+def run_task(task: str, model: Any, tools: Iterable[Tool] = (), *, prompter: Any = DenyAll(), grants: Iterable[str] = (),
+             sinks: Iterable[Callable[[Event], None]] = (), system: str = "", limits: Limits = Limits(),
+             journal: str = "none") -> SessionFinished:
+    """Runs the loop inside a host program, and returns its one `session.finished`; nothing is printed.
+
+    `model` has ask(request, dialect, notice) -> Reply, window() -> tokens, and the names `provider`, `name`,
+    `endpoint`. A sink that raises is reported once on stderr and does not stop the others."""
+    machine, processes, deadline = this_machine(), Processes(), Deadline(time.monotonic() + limits.timeout_s)
+    registry = Registry(known := {tool.name: tool for tool in tools}, {name: tool.kind.form for name, tool in known.items()})
+    places = Places(machine.cwd, machine.home, os.path.realpath, directory_id(machine.cwd), directory_id)
+    started = SessionStarted(
+        os.urandom(4).hex(), __version__, JOURNAL_VERSION, task, model.provider, model.name, model.endpoint, CallMode.AUTO,
+        Options(limits), system or SYSTEM_PROMPT, "", (), os.urandom(8).hex(), tuple(known), "", tuple(grants), os.getuid(),
+        machine.environ.get("SUDO_USER", ""), os.uname().nodename, places.cwd, places.cwd_id)
+    kept = NoJournal() if journal == "none" else Journal(journal)
+    with contextlib.closing(kept):
+        session = Session(Parts(
+            model, registry, prompter, places, lambda program, timeout, on_start: spawn(program, timeout, processes, on_start),
+            lambda wanted, timeout: Http(Deadline(time.monotonic() + timeout), machine.open_transport).request(wanted),
+            kept.append, tuple(map(Guarded, sinks)), contextlib.nullcontext, processes.stop, deadline, machine.environ,
+            lambda state, more: "", secrets_of(machine.environ, (), ()), OnDeny.TELL),
+            [parse_grant(text, registry.forms, places) for text in grants])
+        session.emit(started)
+        return run(session)[0]
+
+
+class Guarded:
+    """A sink of a host program: what it raises is said once, and stops nothing."""
+
+    def __init__(self, sink: Callable[[Event], None]):
+        self.sink, self.failed = sink, False
+
+    def __call__(self, event: Event) -> None:
+        _, problem = attempt(self.sink, event)
+        if problem and not self.failed:
+            self.failed = True
+            print(f"agentloop: warning: a sink failed: {one_line(problem)}", file=sys.stderr)
 
 
 def build_app(wanted: list[CommandLine]) -> Any:

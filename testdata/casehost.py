@@ -122,12 +122,15 @@ def main():
     def note(record):
         os.write(descriptor, (json.dumps(record) + "\n").encode())
 
-    def opened(name, arguments):
+    def heard(name, arguments):
         if name == "open" and arguments[0] in world["watched"]:
             note({"open": arguments[0]})
+        if name == "subprocess.Popen":  # here, since a shell hands on only what it takes for a variable
+            given = os.environ if arguments[3] is None else arguments[3]
+            note({"environment": {os.fsdecode(key): os.fsdecode(value) for key, value in given.items()}})
 
     os.umask(int(world["umask"], 8))
-    sys.addaudithook(opened)
+    sys.addaudithook(heard)
     agentloop.main(lambda: dataclasses.replace(
         agentloop.this_machine(), addresses=Names(world["dns"]), sinks=(Watch(world, note),),
         open_transport=lambda scheme, proxied_host, ca_file, server_name: Web(world["http"], note)))

@@ -73,8 +73,9 @@ def answer(message):
         return
     if method == "initialize":
         wanted = message["params"]["protocolVersion"]
-        say(id=identity, result={"protocolVersion": wanted if wanted in VERSIONS else VERSIONS[-1],
-                                 "capabilities": {"tools": {"listChanged": True}}, "serverInfo": {"name": SERVER, "version": "1"}})
+        say(id=identity, result={
+            "protocolVersion": wanted if wanted in VERSIONS else VERSIONS[-1],
+            "capabilities": {"tools": {"listChanged": True}}, "serverInfo": {"name": SERVER, "version": "1"}})
         threading.Thread(target=tell_changes, daemon=True).start()
     elif method == "tools/list":
         say(id=identity, result={"tools": definitions()})
@@ -90,7 +91,8 @@ def answer(message):
 
 REQUESTS = {
     "sampling/createMessage": {"messages": [{"role": "user", "content": {"type": "text", "text": "hi"}}], "maxTokens": 9},
-    "elicitation/create": {"message": "Your password?", "requestedSchema": {"type": "object", "properties": {"p": {"type": "string"}}}},
+    "elicitation/create": {"message": "Your password?", "requestedSchema": {
+        "type": "object", "properties": {"p": {"type": "string"}}}},
     "roots/list": {},
 }
 
