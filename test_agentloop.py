@@ -2917,6 +2917,25 @@ def test_a_signal_while_the_command_line_is_read_is_never_a_success(home):
     assert codes == [(130, 1)] * 5
 
 
+LATE_SIGNAL = """
+import functools, itertools, os, select, signal, time, agentloop
+agentloop.Interrupts().install()
+reader, _ = os.pipe()
+class Descriptor:  # no Python code runs between the signal and the wait
+    fileno = functools.partial(next, filter(None, itertools.chain(map(os.killpg, [os.getpid()], [signal.SIGINT]), [reader])))
+began = time.monotonic()
+try:
+    select.select([Descriptor()], [], [], 20)
+except agentloop.Interrupted as stopped:
+    print(stopped, time.monotonic() - began < 5)
+"""
+
+
+def test_a_signal_that_comes_just_before_a_wait_ends_it():
+    done = subprocess.run([sys.executable, "-c", LATE_SIGNAL], capture_output=True, text=True, cwd=HERE, start_new_session=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped by SIGINT True\n", "")
+
+
 def test_a_second_ctrl_c_waits_for_nothing_and_the_tool_goes_too(home):
     marker = str(600_000 + os.getpid())
     (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
@@ -5187,6 +5206,49 @@ def test_a_pipe_that_stays_silent_for_a_minute_ends_the_run(home):
     process = agentloop_popen(home, "run", "x", *script(home, {"text": "ok"}), "-q", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.wait(75) == 2
     process.communicate()
+
+
+# ── Many machines ──
+
+
+def failing_server(body: dict, turn: int, is_well: threading.Event) -> dict:
+    """The reply to turn 0 or 1 of task n: unless the server is well, one in five of the tasks each is told to come back
+    later before, or after, its tool call, and one in five fails for good before, or after, it."""
+    number = int(re.search(r"task (\d+)", json.dumps(body["messages"]))[1])
+    if not is_well.is_set() and number % 5 in (1 + turn, 3 + turn):
+        later = number % 5 < 3
+        return {"status": 429 if later else 404, "headers": {"Retry-After": "3600"} if later else {}, "body": "{}"}
+    return {"text": f"did {number}"} if turn else call("add", a=number, b=0)
+
+
+def jobs_of(joblog: Path) -> dict[int, int]:
+    """The last exit code of each job in a joblog of GNU parallel."""
+    lines = [line.split("\t") for line in joblog.read_text().splitlines()[1:]]
+    return {int(line[0]): int(line[6]) for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("parallel") is None, reason="GNU parallel is not installed")
+def test_two_hundred_tasks_through_gnu_parallel_end_with_the_right_codes_and_nothing_happens_twice(home):
+    is_well = threading.Event()
+    replies = [lambda body: failing_server(body, 0, is_well), lambda body: failing_server(body, 1, is_well)]
+    (home / "nodes").write_text("8/:\n")  # eight jobs on this machine, without ssh
+    command = ["parallel", "-q", "--joblog", "jobs", "--sshloginfile", "nodes", "--halt", "soon,fail=90%", sys.executable, str(HERE / "agentloop.py"),
+               "run", "-q", "--session", "task-{}", "-m", "openai:m", "-t", "m.toml", "--yes-scope", "add", "task {}"]
+    numbers = list(range(1, 201))
+    with fakeserver.serve(replies, wire=Wire.OPENAI, position=fakeserver.Position.ASSISTANTS) as server:
+        def run_all(*more: str) -> subprocess.CompletedProcess:
+            return subprocess.run([*command[:2], *more, *command[2:], "--url", server.url + "/v1", ":::", *map(str, numbers)], cwd=home, text=True,
+                                  capture_output=True, stdin=subprocess.DEVNULL, env=program_environment(home))
+
+        first = run_all()
+        assert jobs_of(home / "jobs") == {n: {0: 0, 1: 75, 2: 75, 3: 69, 4: 69}[n % 5] for n in numbers}, first.stderr
+        assert sorted(added(home)) == [n for n in numbers if n % 5 in (0, 2, 4)]
+        is_well.set()
+        second = run_all("--resume-failed")
+    assert (second.returncode, jobs_of(home / "jobs")) == (0, dict.fromkeys(numbers, 0)), second.stderr
+    assert sorted(added(home)) == numbers
+    assert sorted((first.stdout + second.stdout).split("\n")[:-1]) == sorted(f"did {n}" for n in numbers)
 
 
 # ── The demo model, for real ──
