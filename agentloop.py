@@ -2041,6 +2041,9 @@ class Interrupts:
     def install(self) -> None:
         for number in INTERRUPT_CODES:
             signal.signal(number, self.on_signal)
+        # Python sees a signal that came just before a wait began only when the wait ends: each is broken off now and then.
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
+        signal.setitimer(signal.ITIMER_REAL, WAKE_EVERY, WAKE_EVERY)
 
     def on_signal(self, number: int, frame: object) -> None:
         if self.pending and number == signal.SIGINT:  # a second Ctrl-C does not wait for anything
@@ -2994,6 +2997,7 @@ RESOURCE_FOLDERS = ("scripts", "references", "assets")
 MOST_SKILLS = 1000  # folders looked at in one place
 MOST_SKILL_BYTES = 256 * 1024
 MOST_RESOURCES = 200  # files and folders of one skill
+WAKE_EVERY = 0.5  # seconds
 INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED,
                    signal.SIGHUP: ExitCode.HANGUP}
 PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited

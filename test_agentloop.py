@@ -2917,6 +2917,25 @@ def test_a_signal_while_the_command_line_is_read_is_never_a_success(home):
     assert codes == [(130, 1)] * 5
 
 
+LATE_SIGNAL = """
+import functools, itertools, os, select, signal, time, agentloop
+agentloop.Interrupts().install()
+reader, _ = os.pipe()
+class Descriptor:  # no Python code runs between the signal and the wait
+    fileno = functools.partial(next, filter(None, itertools.chain(map(os.killpg, [os.getpid()], [signal.SIGINT]), [reader])))
+began = time.monotonic()
+try:
+    select.select([Descriptor()], [], [], 20)
+except agentloop.Interrupted as stopped:
+    print(stopped, time.monotonic() - began < 5)
+"""
+
+
+def test_a_signal_that_comes_just_before_a_wait_ends_it():
+    done = subprocess.run([sys.executable, "-c", LATE_SIGNAL], capture_output=True, text=True, cwd=HERE, start_new_session=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped by SIGINT True\n", "")
+
+
 def test_a_second_ctrl_c_waits_for_nothing_and_the_tool_goes_too(home):
     marker = str(600_000 + os.getpid())
     (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
@@ -5259,6 +5278,146 @@ def test_a_pipe_that_stays_silent_for_a_minute_ends_the_run(home):
     process = agentloop_popen(home, "run", "x", *script(home, {"text": "ok"}), "-q", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.wait(75) == 2
     process.communicate()
+
+
+# ── Many machines ──
+
+
+def failing_server(body: dict, turn: int, is_well: threading.Event) -> dict:
+    """The reply to turn 0 or 1 of task n: unless the server is well, one in five of the tasks each is told to come back
+    later before, or after, its tool call, and one in five fails for good before, or after, it."""
+    number = int(re.search(r"task (\d+)", json.dumps(body["messages"]))[1])
+    if not is_well.is_set() and number % 5 in (1 + turn, 3 + turn):
+        later = number % 5 < 3
+        return {"status": 429 if later else 404, "headers": {"Retry-After": "3600"} if later else {}, "body": "{}"}
+    return {"text": f"did {number}"} if turn else call("add", a=number, b=0)
+
+
+def jobs_of(joblog: Path) -> dict[int, int]:
+    """The last exit code of each job in a joblog of GNU parallel."""
+    lines = [line.split("\t") for line in joblog.read_text().splitlines()[1:]]
+    return {int(line[0]): int(line[6]) for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("parallel") is None, reason="GNU parallel is not installed")
+def test_two_hundred_tasks_through_gnu_parallel_end_with_the_right_codes_and_nothing_happens_twice(home):
+    is_well = threading.Event()
+    replies = [lambda body: failing_server(body, 0, is_well), lambda body: failing_server(body, 1, is_well)]
+    (home / "nodes").write_text("8/:\n")  # eight jobs on this machine, without ssh
+    command = ["parallel", "-q", "--joblog", "jobs", "--sshloginfile", "nodes", "--halt", "soon,fail=90%", sys.executable, str(HERE / "agentloop.py"),
+               "run", "-q", "--session", "task-{}", "-m", "openai:m", "-t", "m.toml", "--yes-scope", "add", "task {}"]
+    numbers = list(range(1, 201))
+    with fakeserver.serve(replies, wire=Wire.OPENAI, position=fakeserver.Position.ASSISTANTS) as server:
+        def run_all(*more: str) -> subprocess.CompletedProcess:
+            return subprocess.run([*command[:2], *more, *command[2:], "--url", server.url + "/v1", ":::", *map(str, numbers)], cwd=home, text=True,
+                                  capture_output=True, stdin=subprocess.DEVNULL, env=program_environment(home))
+
+        first = run_all()
+        assert jobs_of(home / "jobs") == {n: {0: 0, 1: 75, 2: 75, 3: 69, 4: 69}[n % 5] for n in numbers}, first.stderr
+        assert sorted(added(home)) == [n for n in numbers if n % 5 in (0, 2, 4)]
+        is_well.set()
+        second = run_all("--resume-failed")
+    assert (second.returncode, jobs_of(home / "jobs")) == (0, dict.fromkeys(numbers, 0)), second.stderr
+    assert sorted(added(home)) == numbers
+    assert sorted((first.stdout + second.stdout).split("\n")[:-1]) == sorted(f"did {n}" for n in numbers)
+
+
+# ── README ──
+
+
+README = (HERE / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.M | re.S)
+# What a reader has and a test has not: programs by name, each a script for sh.
+STAND_INS = {"agentloop": f'exec {shlex.quote(sys.executable)} {shlex.quote("CLONE/agentloop.py")} "$@"',
+             "journalctl": "echo line of a log", "jq": "exec " + shlex.join([sys.executable, "-c", "import json, sys; print(json.load(sys.stdin)['answer'])"])}
+
+
+@pytest.fixture
+def clone(home):
+    """A copy of what a clone holds, and a folder of programs in front of the PATH that run it."""
+    listed = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True)
+    names = listed.stdout.splitlines() if listed.returncode == 0 else [str(path.relative_to(HERE)) for path in HERE.rglob("*") if path.is_file()]
+    for name in names:
+        (home / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(HERE / name, home / "clone" / name)
+    (home / "bin").mkdir()
+    for name, text in STAND_INS.items():
+        (home / "bin" / name).write_text("#!/bin/sh\n" + text.replace("CLONE", str(home / "clone")) + "\n")
+        (home / "bin" / name).chmod(0o755)
+    return home / "clone"
+
+
+def run_blocks(clone: Path, blocks: list[str]) -> subprocess.CompletedProcess:
+    """The blocks as one script, in a clone of its own, with a fake server at each address that they name."""
+    with fakeserver.serve([lambda body: {"text": "So it is."}] * 99) as server:
+        server.models = ["qwen3", "qwen3:4b"]
+        text = re.sub(r"127\.0\.0\.1:\d+", server.url.removeprefix("http://"), "\n".join(blocks))
+        environ = {"PATH": f"{clone.parent}/bin:{os.environ['PATH']}", "HOME": str(clone.parent)}
+        return subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=clone, env=program_environment(clone.parent, **environ),
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+
+
+def test_every_shell_block_of_the_readme_runs_in_a_clean_clone(clone):
+    assert "pip install" in BLOCKS[0] and "pytest" in BLOCKS[1]  # .ci/run runs these two
+    done = run_blocks(clone, [block for block in BLOCKS[2:] if not block.count("parallel -q")])
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (clone / "answer.txt").read_text() == "So it is.\n" and (clone / "tools.lock").exists()
+    assert done.stdout.count("So it is.\n") >= 8 and "[0.5, -0.5]" in done.stdout and "decision: allow" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("parallel") is None, reason="GNU parallel is not installed")
+def test_the_blocks_about_many_machines_run_in_a_clean_clone(clone):
+    export = "export AGENTLOOP_MODEL=openai:m AGENTLOOP_URL=http://127.0.0.1:8080/v1"
+    done = run_blocks(clone, [export, *(block for block in BLOCKS if block.count("parallel -q"))])
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert jobs_of(clone / "jobs.log") == {1: 0, 2: 0} and done.stdout.count("So it is.") == 3
+
+
+def test_the_readme_stays_short():
+    assert README.count("\n") <= 300
+
+
+def test_the_exit_codes_of_the_readme_are_those_of_the_program():
+    listed = re.findall(r"\| (\d+) \| `(\w+)`", README)
+    assert sorted((int(code), outcome) for code, outcome in listed) == sorted((int(code), code.outcome) for code in ExitCode)
+    failures = README.partition("## When it does not work")[2].partition("\n## ")[0]
+    named = {int(code) for codes in re.findall(r"^\| ([\d, ]+) \|", failures, re.M) for code in codes.split(", ")}
+    assert named and named <= set(map(int, ExitCode))
+
+
+def test_the_environment_variables_of_the_readme_are_those_that_the_program_reads():
+    table = README.partition("## Environment variables")[2].partition("\n## ")[0]
+    read = re.findall(r'"((?:AGENTLOOP|OPENAI|OLLAMA|XDG|STATE|SUDO|SSL)_[A-Z_]+)"', SOURCE)
+    assert set(re.findall(r"`([A-Z_]+)`", table)) == set(read)
+
+
+def test_the_options_of_the_readme_are_those_of_the_program():
+    known = set()
+    for command in ([], ["run"], ["resume"], ["show"], ["check"], ["generate"], ["embed"]):
+        shown = subprocess.run([sys.executable, str(HERE / "agentloop.py"), *command, "--help"], capture_output=True, text=True, check=True)
+        known |= set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", shown.stdout, re.M))
+    ours = "\n".join(line for line in README.splitlines() if not re.match(r"parallel |`apt|python3 -m venv|.*pip install|\[?\"?`?\[\"bwrap|`\[\"bwrap", line))
+    named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", ours))
+    assert named - known == set() and known - named == {"--help", "--version", "--show-completion", "--quiet", "--verbose", "--output", "--model", "--file"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_words_of_a_command_are_completed(clone, shell):
+    def told(**environ: str) -> str:
+        done = subprocess.run(["agentloop"], env=program_environment(home, PATH=path, **environ), capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    home = clone.parent
+    path = f"{home}/bin:{os.environ['PATH']}"
+    setup = told(_AGENTLOOP_COMPLETE=f"source_{shell}")
+    typed = {"bash": {"COMP_WORDS": "agentloop res", "COMP_CWORD": "1"}, "zsh": {"_TYPER_COMPLETE_ARGS": "agentloop res"},
+             "fish": {"_TYPER_COMPLETE_ARGS": "agentloop res", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}}[shell]
+    assert "resume" in told(_AGENTLOOP_COMPLETE=f"complete_{shell}", **typed)
+    if shutil.which(shell):
+        (home / "setup").write_text({"zsh": "autoload -U compinit; compinit -u -D\n"}.get(shell, "") + setup)
+        subprocess.run([shell, str(home / "setup")], env=program_environment(home, PATH=path, HOME=str(home)), check=True, capture_output=True)
 
 
 # ── The demo model, for real ──

@@ -50,14 +50,15 @@ class Position(Enum):
 
 
 class Server(ThreadingHTTPServer):
-    """`requests` holds what came: path, headers, body, and when it came and was answered (nanoseconds)."""
+    """`models` are the names it offers; `requests` holds what came: path, headers, body, and when it came and was
+    answered (nanoseconds)."""
 
     daemon_threads = True
 
     def __init__(self, script, wire, split, position, window):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.wire, self.split, self.position, self.window = script, wire, split, position, window
-        self.requests, self.lock = [], threading.Lock()
+        self.requests, self.lock, self.models = [], threading.Lock(), ["m"]
 
     @property
     def url(self):
@@ -88,9 +89,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/_log":
             return self.answer(200, [{"at": seen["at"], "done": seen.get("done")} for seen in self.server.requests])
-        known = {"/api/tags": {"models": [{"name": "m", "model": "m"}]}, "/api/version": {"version": "0.99.0"},
+        known = {"/api/tags": {"models": [{"name": name, "model": name} for name in self.server.models]}, "/api/version": {"version": "0.99.0"},
                  "/api/ps": {"models": []},
-                 "/v1/models": {"data": [{"id": "m", "object": "model", "max_model_len": self.server.window}]}}
+                 "/v1/models": {"data": [{"id": name, "object": "model", "max_model_len": self.server.window} for name in self.server.models]}}
         found = known.get(self.path) if self.path.startswith(self.server.wire.value) else None
         self.answer(200 if found else 404, found or {"error": "not found"})
 
@@ -100,6 +101,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/api/show":
             return self.answer(200, {"capabilities": ["completion", "tools"],
                                      "model_info": {"general.architecture": "x", "x.context_length": self.server.window}})
+        if self.path in ("/api/embed", "/v1/embeddings") and self.path.startswith(self.server.wire.value):
+            vectors = [[0.5, -0.5] for _ in body["input"]]
+            return self.answer(200, {"embeddings": vectors, "data": [{"index": n, "embedding": vector} for n, vector in enumerate(vectors)]})
         if self.path not in ("/api/chat", "/v1/chat/completions") or not self.path.startswith(self.server.wire.value):
             return self.answer(404, {"error": "not found"})
         reply = self.server.reply_to(body)
