@@ -2505,14 +2505,14 @@ class McpServers:
 
     Nothing that a server sends unasked has an effect: the SDK refuses its requests, its notifications are not read."""
 
-    def __init__(self, processes: Processes):
-        self.processes = processes
+    def __init__(self, processes: Processes, deadline: Deadline):
+        self.processes, self.deadline = processes, deadline
         self.peers: dict[str, McpPeer] = {}
         self.loop: Any = None
         self.stopped: Any = None
 
-    def start(self, servers: Sequence[McpServer], patience: float) -> dict[str, McpListing]:
-        """Starts all side by side; what each offers, once all have answered or had their time (`patience` at most)."""
+    def start(self, servers: Sequence[McpServer]) -> dict[str, McpListing]:
+        """Starts all side by side; what each offers, once all have answered or had their time."""
         problem = sdk_problem()
         if problem:
             return {server.name: McpListing(problem=problem) for server in servers}
@@ -2529,7 +2529,7 @@ class McpServers:
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(lambda loop, context: None)
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        listings |= self.wait(self.open(patience))
+        listings |= self.wait(self.open())
         self.end([name for name in self.peers if listings[name].problem])
         return listings
 
@@ -2545,8 +2545,7 @@ class McpServers:
 
     def definition(self, server: str, tool: str) -> McpDefinition | None:
         """What the server says of a tool at this moment. Raises ToolError when it does not answer."""
-        peer = self.peers[server]
-        listing = self.wait(self.listing(peer, peer.server.start_s))
+        listing = self.wait(self.listing(self.peers[server], self.limit(LISTING)))
         if listing.problem:
             raise ToolError(listing.problem, f"the MCP server {server}")
         return listing.tools.get(tool)
@@ -2564,19 +2563,22 @@ class McpServers:
         finally:
             future.cancel()
 
-    async def open(self, patience: float) -> dict[str, McpListing]:
+    def limit(self, seconds: float) -> float:
+        return max(0.1, min(seconds, self.deadline.left()))
+
+    async def open(self) -> dict[str, McpListing]:
         import asyncio
         self.stopped = self.loop.create_future()
         self.loop.add_reader(self.processes.stopped, self.stop)
         for peer in self.peers.values():
             peer.task = asyncio.ensure_future(peer.serve())
-        waits = [min(peer.server.start_s, patience) for peer in self.peers.values()]
-        return dict(zip(self.peers, await asyncio.gather(*map(self.opened, self.peers.values(), waits))))
+        return dict(zip(self.peers, await asyncio.gather(*map(self.opened, self.peers.values()))))
 
-    async def opened(self, peer: McpPeer, timeout: float) -> McpListing:
+    async def opened(self, peer: McpPeer) -> McpListing:
         """What a server offers once it has come up."""
         import asyncio
-        until, ready = self.loop.time() + timeout, asyncio.ensure_future(peer.ready.wait())
+        timeout, ready = self.limit(peer.server.start_s), asyncio.ensure_future(peer.ready.wait())
+        until = self.loop.time() + timeout
         await asyncio.wait({peer.task, ready, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if peer.ready.is_set():
@@ -2609,7 +2611,7 @@ class McpServers:
         """Sends one request; waits until it is answered, the time is over, the run is stopped or the server gone."""
         import asyncio
         if peer.session is None or peer.finish.is_set() or peer.task.done():
-            return McpReply(McpEnd.GONE, {}, peer.gone(), peer.last_words)
+            return await self.lost(peer)
         asking = asyncio.ensure_future(peer.request(method, params))
         try:
             await asyncio.wait({asking, peer.task, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -2619,14 +2621,19 @@ class McpServers:
             if refused and not peer.finish.is_set():
                 return McpReply(McpEnd.REFUSED, problem=f"it refused: {refused.message}")
             if asking.done() or peer.task.done():
-                await asyncio.wait({peer.task}, timeout=2 * PIPE_GRACE)  # for its last words
-                return McpReply(McpEnd.GONE, {}, peer.gone(), peer.last_words)
+                return await self.lost(peer)
             if self.stopped.done():
                 return McpReply(McpEnd.STOPPED, problem="ended because the run was stopped")
             return McpReply(McpEnd.TIMED_OUT, problem=f"no answer within {timeout:.3g}s")
         finally:
             asking.cancel()
             await asyncio.wait({asking}, timeout=PIPE_GRACE)
+
+    async def lost(self, peer: McpPeer) -> McpReply:
+        """What is said of a server that is gone, once its last words and its exit code are there."""
+        import asyncio
+        await asyncio.wait({peer.task}, timeout=3 * PIPE_GRACE)
+        return McpReply(McpEnd.GONE, {}, peer.gone(), peer.last_words)
 
     def close(self) -> None:
         """Ends every server, side by side. What would outlast this the guard of the processes ends."""
@@ -2713,7 +2720,8 @@ class McpPeer:
         import anyio
         heard, read = anyio.create_memory_object_stream(0)
         write, said = anyio.create_memory_object_stream(0)
-        pipe, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, self.child.stdin)
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.child.stdin)
         pumps = [asyncio.ensure_future(work) for work in (self.hear(heard), self.say(said, pipe), self.overhear())]
         try:
             yield read, write
@@ -2722,6 +2730,9 @@ class McpPeer:
             await asyncio.wait(pumps, timeout=PIPE_GRACE)
             for pump in pumps:
                 pump.cancel()
+            until = loop.time() + PIPE_GRACE
+            while self.child.poll() is None and loop.time() < until:  # its pipes end a moment before it does
+                await asyncio.sleep(0.01)
 
     async def hear(self, heard: Any) -> None:
         """Hands on the messages of the server; any other line that it prints is kept as its words."""
@@ -3002,6 +3013,7 @@ INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode
                    signal.SIGHUP: ExitCode.HANGUP}
 PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited
 TERM_GRACE = 0.5  # seconds between TERM and KILL
+LISTING = 5.0  # seconds in which an MCP server that is up says what it offers
 FAREWELL = 2.0  # seconds in which MCP sessions are closed
 LAST_WORDS = 4096  # bytes kept of what an MCP server prints beside its messages
 MOST_MESSAGE = 16_000_000  # bytes of one message of an MCP server
@@ -4191,6 +4203,15 @@ def filled_headers(entry: McpEntry, environ: Mapping[str, str], where: str) -> d
             raise ConfigError(f"the variable {found[1]} is not set", f"{where}.headers")
         return environ[found[1]]
     return {name: HEADER_VARIABLE.sub(fill, text) for name, text in entry.headers.items()}
+
+
+def header_secrets(manifest: Manifest, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What of the servers' headers is shown nowhere: variables, and the words of those that are secret by name."""
+    headers = [pair for entry in manifest.mcp.values() for pair in entry.headers.items()]
+    filled = [environ.get(variable, "") for _, text in headers for variable in HEADER_VARIABLE.findall(text)]
+    named = [word for name, text in headers if SECRET_WORDS & set(re.split("[_-]", name.upper()))
+             for word in HEADER_VARIABLE.sub("", text).split()]
+    return (*filled, *named)
 
 
 def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, listings: Mapping[str, McpListing],
@@ -7798,7 +7819,7 @@ def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str,
                                      for skill in skills.values()})
     grants = tuple(parse_grant(text, registry.forms, places) for text in asked.flags.grants)
     named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
-    own = [os.path.realpath(path) for path in (manifest.where, machine.config, __file__,
+    own = [os.path.realpath(path) for path in (manifest.where, lock_path(manifest), machine.config, __file__,
                                                *(skill.folder for skill in skills.values())) if path]
     places = replace(places, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
@@ -7809,7 +7830,8 @@ def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str,
 
 
 def lock_path(manifest: Manifest) -> str:
-    return os.path.join(os.path.dirname(manifest.where), "tools.lock")
+    """Where the pins of a manifest are; "" for no manifest."""
+    return os.path.join(os.path.dirname(manifest.where), "tools.lock") if manifest.where else ""
 
 
 def digests_of(setup: Setup) -> dict[str, str]:
@@ -7869,12 +7891,11 @@ def with_servers(asked: Invocation, registry: Registry, manifest: Manifest, proc
     servers_wanted = servers_of(replace(manifest, mcp=wanted), environ, cwd)
     if not servers_wanted or (flags.model or environ.get("AGENTLOOP_MODEL", "")).startswith("replay:"):
         return registry, ()
-    servers = McpServers(processes)
+    servers = McpServers(processes, deadline)
     asked.closing.callback(servers.close)
-    listings = servers.start(servers_wanted, max(0.1, deadline.left()))
-    registry = with_server_tools(registry, replace(manifest, mcp=wanted), servers, listings,
+    registry = with_server_tools(registry, replace(manifest, mcp=wanted), servers, servers.start(servers_wanted),
                                  {**pins, **load_lock(manifest).mcp})
-    return registry, tuple(part for server in servers_wanted for text in server.headers.values() for part in (text, *text.split()))
+    return registry, header_secrets(manifest, environ)
 
 
 def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str, Skill]:

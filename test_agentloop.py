@@ -4104,6 +4104,8 @@ def test_a_header_is_filled_from_the_environment_and_never_with_nothing():
     assert agentloop.filled_headers(entry, {"A_B": "k"}, "m") == {"Authorization": "Bearer k", "X": "$A_B {A_B}"}
     with pytest.raises(ConfigError, match="^m.headers: the variable A_B is not set"):
         agentloop.filled_headers(entry, {}, "m")
+    literal = agentloop.McpEntry(("x",), url="https://x/", headers={"X-Api-Key": "Bearer abcdefgh", "Accept": "application/json"})
+    assert agentloop.header_secrets(agentloop.Manifest(mcp={"a": entry, "b": literal}), {"A_B": "kkkk"}) == ("kkkk", "Bearer", "Bearer", "abcdefgh")
 
 
 OBJECT, DRAFT_2020 = {"type": "object"}, {"additionalProperties": False}
@@ -4283,6 +4285,7 @@ def test_a_server_is_used_as_it_behaves_and_leaves_nothing_behind(home):
     assert results[7] == ("ok", "Sampling not supported; Elicitation not supported; List roots not supported")
     assert "'PATH'" in results[8][1] and "OPENAI" not in results[8][1] and "AGENTLOOP" not in results[8][1]
     assert results[9] == ("timeout", "the MCP server fix: no answer within 1s; what it did until then is not known")
+    assert (home / "cancelled").exists()
     assert results[10][0] == "ok" and results[11] == ("ok", "changed")
     assert results[12] == ("denied", "denied: the definition of the tool has changed since it was pinned")
     assert results[13][0] == "failed" and "exit code 7; what it did until then is not known" in results[13][1]
@@ -4370,6 +4373,7 @@ def test_read_only_calls_run_at_once_and_a_stop_ends_them_all(home):
     process = agentloop_popen(home, "run", "x", *script(home, calls), *MCP_GRANTS, "-o", "jsonl", "-q", stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: (home / "called").exists() and (home / "called").read_text().count("hang") == 2)
+    wait_for(lambda: "tool.finished" in journal_of(home).read_text())
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=10)
     results = finished(Ended(process.returncode, stdout, stderr))

@@ -27,11 +27,13 @@ from mcp.shared.exceptions import McpError  # noqa: E402
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 SCHEMAS = {
     "echo": TEXT,
-    "search": {"type": "object", "$defs": {"limit": {"type": ["integer", "null"], "maximum": 10}}, "required": ["query"],
-               "properties": {"query": {"type": "string", "pattern": "(a+)+$"}, "limit": {"$ref": "#/$defs/limit", "default": 5}}},
+    "search": {
+        "type": "object", "$defs": {"limit": {"type": ["integer", "null"], "maximum": 10}}, "required": ["query"],
+        "properties": {"query": {"type": "string", "pattern": "(a+)+$"}, "limit": {"$ref": "#/$defs/limit", "default": 5}}},
     "outside": {"type": "object", "properties": {"x": {"$ref": "http://127.0.0.1:9/schema"}}},
 }
-NAMES = ("echo", "search", "outside", "fail", "media", "structured", "environment", "hang", "crash", "change", "ask", "pid")
+NAMES = ("echo", "search", "outside", "fail", "media", "structured", "environment", "hang", "crash", "change", "ask",
+         "pid")
 server = Server("fixture")
 described = {name: f"the tool {name}" for name in NAMES}
 
@@ -71,7 +73,10 @@ def media(arguments):
 
 async def hang(arguments):
     with open("hanging", "w"):
-        await anyio.sleep(3600)
+        try:
+            await anyio.sleep(3600)
+        finally:
+            open("cancelled", "w").close()
 
 
 def crash(arguments):
@@ -88,8 +93,8 @@ async def change(arguments):
 async def ask(arguments):
     session, refused = server.request_context.session, []
     message = types.SamplingMessage(role="user", content=types.TextContent(type="text", text="hi"))
-    for asked in (lambda: session.create_message([message], max_tokens=5), lambda: session.elicit("who?", {"type": "object"}),
-                  session.list_roots):
+    for asked in (lambda: session.create_message([message], max_tokens=5),
+                  lambda: session.elicit("who?", {"type": "object"}), session.list_roots):
         try:
             refused.append(f"got {await asked()}")
         except McpError as error:
