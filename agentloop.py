@@ -7861,6 +7861,8 @@ def refuse_drift(setup: Setup) -> None:
 def write_lock(setup: Setup) -> str:
     """Writes tools.lock and returns its path. The pin of an MCP tool whose server is down stays."""
     path, found = lock_path(setup.manifest), digests_of(setup)
+    if not path:
+        raise ConfigError("there is no manifest to pin", "--pin", "name one with --tools FILE")
     mcp = {what.removeprefix("mcp "): sha256 for what, sha256 in found.items() if what.startswith("mcp ")}
     lock = Lock({**load_lock(setup.manifest).mcp, **mcp}, {what: found[what] for what in found if not what.startswith("mcp ")})
     try:
