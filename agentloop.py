@@ -8780,7 +8780,7 @@ SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know not
 DATA_CAP = 4_000_000  # bytes
 EMBED_BATCH = 64  # lines a request
 PREFLIGHT_WAIT = 30.0  # seconds
-LAST_PATIENCE = 2.0  # seconds that a stopped run waits for the reader of its last line
+LAST_PATIENCE = 5.0  # seconds that a stopped run waits for the reader of its last line
 RUNS = (start, go_on)  # the commands that always end in one session.finished
 SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds
 

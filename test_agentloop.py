@@ -2401,7 +2401,7 @@ def test_a_reader_that_goes_away_while_a_tool_runs_costs_no_result(home):
 def test_a_signal_while_stdout_is_not_read_leaves_whole_lines_and_one_end(home):
     process = agentloop_popen(home, "run", "x", *script(home, {"text": "x" * 300_000}), "-q", "-o", "jsonl", "--context", "900000",
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_for(lambda: (home / "state").exists() and b'"model.replied"' in journal_of(home).read_bytes())
+    wait_for(lambda: any(b'"model.replied"' in path.read_bytes() for path in (home / "state").rglob("*.jsonl")))
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=10)
@@ -4926,7 +4926,7 @@ def test_a_named_session_goes_on_until_it_is_finished(home):
 
 def test_one_run_at_a_time_has_a_lock(home):
     (home / "m.toml").write_text(ARITHMETIC.replace('"3s"', '"60s"'))
-    flags = script(home, call("run_shell", command="touch there; sleep 4"), {"text": "first"})
+    flags = script(home, call("run_shell", command="touch there; while [ ! -e over ]; do sleep 0.1; done"), {"text": "first"})
     process = agentloop_popen(home, "run", "x", *flags, *SHELL, "-q", "--lock", "job", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: (home / "there").exists())
     flags = script(home, {"text": "second"})
@@ -4934,7 +4934,10 @@ def test_one_run_at_a_time_has_a_lock(home):
         75, "", "agentloop: --lock job: another run has the lock; try again later, or wait for it: --on-overlap wait\n")
     assert agentloop_run(home, "x", *flags, "-q", "--lock", "other") == Ended(0, "second\n", "")
     assert agentloop_run(home, "x", *flags, "-q", "--lock", "job", "--on-overlap", "wait", "--timeout", "0.3s").code == 124
-    assert agentloop_run(home, "x", *flags, "-q", "--lock", "job", "--on-overlap", "wait") == Ended(0, "second\n", "")
+    waiting = agentloop_popen(home, "run", "x", *flags, "-q", "--lock", "job", "--on-overlap", "wait", stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    (home / "over").touch()
+    assert waiting.communicate(timeout=60) == ("second\n", "")
     assert process.communicate() == ("first\n", "")
 
 
@@ -4957,13 +4960,27 @@ def test_old_sessions_are_removed_once_a_day_and_what_runs_is_not(home):
     assert agentloop_run(home, "", "--prune", "30d", command="show").code == 0 and not kept["new"].exists()
 
 
-def test_near_its_end_a_run_is_told_to_answer(home):
-    def slow(body: dict) -> dict:
-        told = body["messages"][-1]["content"]
-        return {"text": "so far"} if "time is nearly up" in str(told) else {**call("run_shell", command="sleep 0.3; date +%N"), "delay_s": 0.2}
-    with fakeserver.serve([slow] * 50, wire=Wire.OPENAI) as server:
-        ended = agentloop_run(home, "x", *served(server, *SHELL, "--timeout", "6s", "--max-turns", "50"))
-    assert ended == Ended(0, "so far\n", "") and server.requests[-1]["body"]["tool_choice"] == "none"
+def test_near_its_end_a_run_is_told_to_answer():
+    """On a clock of its own, that every request puts forward by a quarter of the time there is."""
+    now, asked = [0.0], []
+
+    class Slow(Fake):
+        def ask(self, request, dialect, notice):
+            now[0] += 25
+            asked.append((request.offer, request.messages[-1].text))
+            return agentloop.Reply("so far") if request.offer is agentloop.Offer.ANSWER else made("grow", plant=f"fern {len(asked)}")
+
+    growing = agentloop.tool(grow)
+    places = agentloop.Places("/", "/", os.path.normpath)
+    parts = agentloop.Parts(Slow(), agentloop.Registry({"grow": growing}, {"grow": growing.kind.form}), agentloop.DenyAll(), places, None, None,
+                            lambda record, sync: None, (), contextlib.nullcontext, lambda: None, agentloop.Deadline(105.0, lambda: now[0]), {},
+                            lambda state, more: "")
+    session = agentloop.Session(parts, [agentloop.parse_grant("grow", {"grow": growing.kind.form}, places)])
+    session.emit(agentloop.SessionStarted("s", "0", 1, "t", "fake", "m", "", agentloop.CallMode.NATIVE, agentloop.Options(agentloop.Limits(timeout_s=105.0)),
+                                          "s", "", (), "n", (), "", (), 0, "", "", "/"))
+    finished, error = agentloop.run(session)
+    assert (finished.answer, error, len(asked)) == ("so far", None, 5)
+    assert asked[-1][0] is agentloop.Offer.ANSWER and "time is nearly up" in asked[-1][1] and asked[-2][0] is agentloop.Offer.FREE
 
 
 @pytest.mark.slow
