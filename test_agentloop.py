@@ -5295,6 +5295,27 @@ def test_a_tool_that_writes_a_gibibyte_costs_no_memory_and_is_counted_to_the_byt
 
 
 @pytest.mark.slow
+def test_four_hundred_turns_cost_little_memory(home):
+    def asked(body: dict) -> dict:
+        count = sum(message["role"] == "assistant" for message in body["messages"])
+        reply = call("add", a=count, b=1) if count + 1 < turns else {"text": "done"}
+        return {**reply, "usage": {"prompt": len(json.dumps(body["messages"])) // 4, "completion": 9}}
+
+    peaks = []
+    for turns in (10, 400):
+        with fakeserver.serve([asked] * turns, wire=Wire.OPENAI) as server:
+            process = agentloop_popen(home, "run", "x", *served(server, *GRANTED, "--max-turns", "500", "--context", "1000000", "--timeout", "30m"),
+                                      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            with process.stdout:
+                stdout = process.stdout.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert (process.returncode, stdout, len(server.requests)) == (0, "done\n", turns)
+        peaks.append(usage.ru_maxrss)
+    assert peaks[1] - peaks[0] < 40 * 1024, peaks
+
+
+@pytest.mark.slow
 def test_a_pipe_that_stays_silent_for_a_minute_ends_the_run(home):
     process = agentloop_popen(home, "run", "x", *script(home, {"text": "ok"}), "-q", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.wait(75) == 2
