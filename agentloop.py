@@ -2674,6 +2674,7 @@ class McpPeer:
 
     async def serve(self) -> None:
         """Speaks with the server from the handshake to `finish`."""
+        import_httpx()  # before the SDK does, and all of it
         import mcp
         known_as = mcp.types.Implementation(name="agentloop", version=__version__)
         async with (self.piped() if self.child else self.posted()) as (read, write):
