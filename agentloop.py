@@ -141,6 +141,14 @@ class CallMode(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
     JSON = "json"
+    TEXT = "text"
+
+
+class TextCalls(StrEnum):
+    """What is made of a call that a model printed as text under the server's own tool calling."""
+
+    AUTO = "auto"  # it is a call, if it is one to the letter
+    OFF = "off"  # it is a text
 
 
 class Decision(StrEnum):
@@ -555,6 +563,7 @@ class Options(Value):
     manifest: str = ""  # its path, "" for none
     only: tuple[str, ...] = ()
     on_deny: str = ""
+    text_calls: TextCalls = TextCalls.AUTO
     schema: Any = None  # what the answer must match
     cite: bool = False  # whether it must rest on quoted lines
 
@@ -4767,8 +4776,24 @@ class Native:
         return Request(state.replies, state.messages, registry.specs, Offer.ANSWER if offer is Offer.ANSWER else
                        Offer.FREE, state.limits.reply_tokens)
 
-    def read(self, reply: Reply, registry: Registry) -> Reply:
-        return recover_text_calls(reply, registry.specs)
+    def read(self, reply: Reply, registry: Registry, state: State) -> Reply:
+        off = state.started.options.text_calls is TextCalls.OFF
+        return reply if off else recover_text_calls(reply, registry.specs)
+
+
+class Textual:
+    """The last resort, for a server with neither tools nor schemas: the tools in words, calls in <tool_call> tags."""
+
+    def frame(self, state: State, registry: Registry, offer: Offer) -> Request:
+        tools = "\n".join(map(tool_signature, registry.specs))
+        told = TEXT_PROTOCOL.replace("{tools}", tools) if registry.tools and offer is not Offer.ANSWER else NO_TOOLS_NOW
+        messages = (Message(Role.SYSTEM, f"{state.messages[0].text}\n\n{told}"),
+                    *as_dialogue(state.messages[1:], state.started, tagged_text))
+        return Request(state.replies, messages, (), offer, state.limits.reply_tokens)
+
+    def read(self, reply: Reply, registry: Registry, state: State) -> Reply:
+        found = recover_text_calls(reply, registry.specs)
+        return replace(found, said=reply.text) if found.calls else found
 
 
 class Constrained:
@@ -4780,10 +4805,10 @@ class Constrained:
         branches = [] if offer is Offer.ANSWER else [call_branch(spec) for spec in registry.specs]
         branches.append(NO_TOOL_BRANCH if offer is Offer.CALL else answer_branch(distinct(lines)))
         schema = {"anyOf": branches} if len(branches) > 1 else branches[0]
-        messages = (system, *as_dialogue(state.messages[1:], state.started))
+        messages = (system, *as_dialogue(state.messages[1:], state.started, protocol_call))
         return Request(state.replies, messages, (), offer, state.limits.reply_tokens, schema)
 
-    def read(self, reply: Reply, registry: Registry) -> Reply:
+    def read(self, reply: Reply, registry: Registry, state: State) -> Reply:
         """The call or the answer that the JSON says; text that is none is an answer with a problem."""
         try:
             said = strict_json(reply.text.strip())
@@ -4853,7 +4878,7 @@ def grounded(state: State, quotes: Sequence[str]) -> bool:
 
 def complaint(state: State, reply: Reply) -> str:
     """What to tell a model whose answer is none; "" to take the answer."""
-    if not state.answered or state.call_mode is CallMode.NATIVE:
+    if not state.answered or state.call_mode is not CallMode.JSON:
         return reply.problem
     if reply.problem and state.told_off < 1:
         return reply.problem
@@ -4919,8 +4944,20 @@ def sources_of(state: State) -> list[tuple[str, list[str]]]:
     return [(source, [line.strip()[:LINE_CLAMP] for line in text.split("\n")]) for source, text in texts]
 
 
-def as_dialogue(messages: Sequence[Message], started: SessionStarted) -> Iterator[Message]:
-    """The history in user and assistant messages alone: calls as the JSON they were, results fenced.
+def protocol_call(call: ToolCall) -> str:
+    """A call as the constrained protocol says it."""
+    return json.dumps({"call": {"tool": call.name, "arguments": call.arguments or {}}}, ensure_ascii=False)
+
+
+def tagged_text(call: ToolCall) -> str:
+    """A call as the text protocol says it."""
+    told = json.dumps({"name": call.name, "arguments": call.arguments or {}}, ensure_ascii=False)
+    return f"<tool_call>{told}</tool_call>"
+
+
+def as_dialogue(messages: Sequence[Message], started: SessionStarted,
+                say: Callable[[ToolCall], str]) -> Iterator[Message]:
+    """The history in user and assistant messages alone: calls to the letter or as `say` writes them, results fenced.
 
     A small model forgets its task over a long result, so that each result repeats it."""
     for role, group in itertools.groupby(messages, lambda message: message.role):
@@ -4932,9 +4969,7 @@ def as_dialogue(messages: Sequence[Message], started: SessionStarted) -> Iterato
             yield Message(Role.USER, "\n".join((*parts, f"The task was: {started.task[:500]}", note)))
             continue
         for message in group:
-            said = message.said or "\n".join(
-                json.dumps({"call": {"tool": call.name, "arguments": call.arguments or {}}}, ensure_ascii=False)
-                for call in message.calls)
+            said = message.said or "\n".join(map(say, message.calls))
             yield Message(role, said or message.text)
 
 
@@ -6393,7 +6428,15 @@ def importlib_has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained()}
+PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained(), CallMode.TEXT: Textual()}
+TEXT_PROTOCOL = """Tools:
+{tools}
+
+To run one, reply with this and nothing else:
+<tool_call>{"name": "NAME", "arguments": {}}</tool_call>
+When a result shows what the task asks, answer in one full sentence."""
+NO_TOOLS_NOW = "No tool can be called now: answer."
+SCHEMA_KEYS = frozenset(("response_format", "format"))
 ANSWER_AT_REPEAT = 3
 ASSUMED_WINDOW = 8192  # tokens, where nobody says
 MOST_LINES, LINE_CLAMP, MOST_QUOTES = 100, 300, 5
@@ -6424,6 +6467,7 @@ LIMIT_KEYS = ("max_tokens", "max_completion_tokens")  # of a reply; the second w
 BARE_CONTENT = {Habit.BLANK_CONTENT: " ", Habit.EMPTY_CONTENT: ""}  # of a message that is calls alone; else null
 MOVED_TO_JSON = "calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)"
 TO_JSON = RequestAdapted(MOVED_TO_JSON, CallMode.JSON)
+MOVED_TO_TEXT = "the server takes no schema either: calls are now made as text (calls = \"text\" in [model] starts so)"
 ADAPTED_STATUSES = (400, 404, 422, 500, 501)
 NEEDED_KEYS = ("model", "messages", "tools", "stream", "options", "role", "content", "tool_calls", "tool_call_id",
                "tool_name", "id", "type", "function")
@@ -6869,9 +6913,13 @@ def model_phase(session: Session) -> Phase:
     try:
         reply = model.ask(request, state.dialect, session.notice)
     except Refused as refused:
-        if refused.learned.call_mode and not may_move_on(state):
+        learned = refused.learned
+        if state.call_mode is CallMode.JSON and state.wanted not in SHAPES and SCHEMA_KEYS & set(
+                (learned.dialect or Dialect()).dropped):
+            learned = replace(learned, change=MOVED_TO_TEXT, call_mode=CallMode.TEXT)
+        elif learned.call_mode and not may_move_on(state):
             raise
-        session.emit(refused.learned)
+        session.emit(learned)
         return Phase.MODEL
     except ModelError as error:
         if error.code is not ExitCode.CONTEXT or not droppable(state.messages, 0) or state.compactions >= MOST_COMPACTIONS:
@@ -6893,7 +6941,7 @@ def read_reply_of(state: State, reply: Reply, registry: Registry) -> Reply:
     """The reply as what was asked for: under a protocol, as evidence, or as JSON."""
     if state.wanted in SHAPES:
         return replace(reply, calls=(), evidence=quotes_in(reply.text) if state.wanted is Wanted.EVIDENCE else ())
-    return PROTOCOLS[state.call_mode].read(reply, registry)
+    return PROTOCOLS[state.call_mode].read(reply, registry, state)
 
 
 def compact_phase(session: Session) -> Phase:
@@ -6930,7 +6978,7 @@ def react(session: Session, reply: Reply) -> None:
     if state.empty_replies:
         heed_empty(session)
     elif told_off:
-        session.emit(ModelTold(told_off, reply.text if state.call_mode is CallMode.NATIVE else ""))
+        session.emit(ModelTold(told_off, "" if state.call_mode is CallMode.JSON else reply.text))
     elif reply.said and reply.text:
         session.notice(TextDelta(reply.text))
 
@@ -7555,6 +7603,7 @@ class Flags(Value):
     reply_tokens: int | None = None
     context: int | None = None
     calls: CallMode | None = None
+    text_calls: TextCalls = TextCalls.AUTO
     journal: str = ""
     loudness: Loudness = Loudness.NORMAL
     skills: str = ""
@@ -7954,7 +8003,7 @@ def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, ta
     """The first event of a session. A replay takes from the recording what the command line does not say."""
     flags, machine = setup.asked.flags, setup.asked.machine
     options = Options(limits, replace(choice.options, context=model.window()), setup.manifest.where, flags.only,
-                      flags.on_deny or "", answer_schema(flags.schema), flags.cite is Evidencing.DEMANDED)
+                      flags.on_deny or "", flags.text_calls, answer_schema(flags.schema), flags.cite is Evidencing.DEMANDED)
     started = SessionStarted(
         os.urandom(4).hex(), __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
         options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
@@ -8491,6 +8540,7 @@ def add_run(app: Any, wanted: list[CommandLine]) -> None:
             reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply (2048)."),
             context: int = option(None, "--context", help="The model's window in tokens."),
             calls: CallMode = option(None, "--calls", help="How calls are made."),
+            text_calls: TextCalls = option("auto", "--text-calls", help="Whether calls printed as text are calls."),
             pinned: bool = option(False, "--pinned", help="Refuse what differs from tools.lock."),
             journal: str = option("", "--journal", metavar="FILE|none", help="Where the session is kept."),
             log: str = option("", "--log", metavar="FILE", help="A log for machines: a line a request and a tool call."),
@@ -8499,7 +8549,7 @@ def add_run(app: Any, wanted: list[CommandLine]) -> None:
     ) -> None:
         """Start a session and print its answer."""
         flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
-                      stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, journal,
+                      stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, text_calls, journal,
                       Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL, skills, tuple(skill), session,
                       lock, on_overlap, schema=schema, cite=Evidencing.DEMANDED if cite else Evidencing.OPTIONAL, log=log,
                       pinning=Pinning.DEMAND if pinned else Pinning.NONE)

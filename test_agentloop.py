@@ -5100,6 +5100,36 @@ def test_a_pinned_run_refuses_what_has_changed_and_names_it(home):
     assert "manifest is not in it as it is now" in agentloop_run(home, "x", *flags, "-q", "--pinned").stderr
 
 
+# ── The last resort: calls as text ──
+
+
+TAGGED = {"text": '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 8}}</tool_call>'}
+
+
+def test_a_server_with_neither_tools_nor_schemas_is_asked_in_plain_text(home):
+    def poor(body: dict) -> dict:
+        if "tools" in body:
+            return {"status": 400, "body": '{"error": {"message": "m does not support tools"}}'}
+        if "response_format" in body:
+            return {"status": 400, "body": '{"error": {"message": "Unknown parameter: \'response_format\'"}}'}
+        return TAGGED if "Result of add" not in body["messages"][-1]["content"] else {"text": "It is 20."}
+    with fakeserver.serve([poor] * 9, wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "12+8", "-m", "openai:m", "--url", server.url + "/v1", "-t", "m.toml", *GRANTED)
+    assert (ended.code, ended.stdout) == (0, "It is 20.\n") and added(home) == [20] and len(server.requests) == 4
+    assert "calls = \"json\" in [model]" in ended.stderr and "calls = \"text\" in [model]" in ended.stderr
+    last = server.requests[-1]["body"]["messages"]
+    assert [message["role"] for message in last] == ["system", "user", "assistant", "user"] and last[2]["content"] == TAGGED["text"]
+    with fakeserver.serve([TAGGED, {"text": "It is 20."}], wire=Wire.OLLAMA) as server:
+        ended = agentloop_run(home, "12+8", "-m", "ollama:m", "--url", server.url, "-t", "m.toml", "-q", "--calls", "text", *GRANTED)
+    assert ended == Ended(0, "It is 20.\n", "") and added(home) == [20, 20] and "add(a, b)" in server.requests[0]["body"]["messages"][0]["content"]
+
+
+def test_calls_printed_as_text_are_text_where_that_is_wished(home):
+    with fakeserver.serve([TAGGED], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", *served(server, *GRANTED, "--text-calls", "off"))
+    assert ended == Ended(0, TAGGED["text"] + "\n", "") and added(home) == []
+
+
 # ── Long histories, answers in a form ──
 
 
