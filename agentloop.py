@@ -2812,8 +2812,8 @@ def sdk_problem() -> str:
     try:
         version = metadata.version("mcp")
     except metadata.PackageNotFoundError:
-        return "the MCP SDK is not installed (pip install 'agentloop[mcp]')"
-    mend = "pip install 'agentloop[mcp]'"
+        return "the MCP SDK is not installed (in a clone: pip install '.[mcp]')"
+    mend = "in a clone: pip install '.[mcp]'"
     return "" if version.startswith("1.") else f"the MCP SDK is {version}, and 1.x is needed ({mend})"
 
 
