@@ -1548,7 +1548,7 @@ def test_a_signal_ends_the_tool_and_leaves_a_session_that_goes_on(home, number, 
     assert added(home) == [2]
 
 
-def wait_for(holds: typing.Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(holds: typing.Callable[[], bool], seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, "it did not come to pass"
