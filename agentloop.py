@@ -8361,13 +8361,15 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
     def request(wanted: HttpRequest, timeout: float) -> Iterator[HttpReply]:
         http = Http(Deadline(time.monotonic() + timeout), machine.open_transport)
         reaching.add(http)
-        with contextlib.closing(http), http.request(wanted) as reply:
-            yield reply
-        reaching.discard(http)
+        try:
+            with contextlib.closing(http), http.request(wanted) as reply:
+                yield reply
+        finally:
+            reaching.discard(http)
 
     def stop() -> None:
         processes.stop()
-        for http in reaching:
+        for http in tuple(reaching):  # the workers that it wakes take theirs out
             http.cut()
 
     return Parts(
