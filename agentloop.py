@@ -603,6 +603,7 @@ class SessionStarted(Value):
     cwd_id: str = ""  # device and inode
     name: str = ""  # of `--session`
     pins: Mapping[str, str] = field(default_factory=dict)  # digests of the definitions of MCP tools
+    skills: tuple[str, ...] = ()  # the names of those that can be activated or were given
 
 
 @value
@@ -2046,12 +2047,13 @@ class Interrupts:
     def __init__(self) -> None:
         self.pending: Interrupted | None = None
         self.depth = 0
+        self.on_wake: Callable[[], None] = lambda: None  # called in the main thread every WAKE_EVERY seconds
 
     def install(self) -> None:
         for number in INTERRUPT_CODES:
             signal.signal(number, self.on_signal)
         # Python sees a signal that came just before a wait began only when the wait ends: each is broken off now and then.
-        signal.signal(signal.SIGALRM, lambda number, frame: None)
+        signal.signal(signal.SIGALRM, lambda number, frame: self.on_wake())
         signal.setitimer(signal.ITIMER_REAL, WAKE_EVERY, WAKE_EVERY)
 
     def on_signal(self, number: int, frame: object) -> None:
@@ -4662,7 +4664,7 @@ def question_text(questions: Sequence[AskedCall], directory: str) -> str:
     if odd:
         more = f" and {len(odd) - 40} more" if len(odd) > 40 else ""
         lines.append("  not ASCII: " + ", ".join(f"{c} U+{ord(c):04X}" for c in odd[:40]) + more)
-    lines.append("y = all, 1,3 = those, always = these exact calls for this session, n REASON = no, q = stop")
+    lines.append("y = all, 1,3 = those, always = these from now on, n REASON = no, q = stop")
     return "\n".join(lines) + "\n> "
 
 
@@ -7452,8 +7454,8 @@ def safe_answer(text: str) -> str:
 
 def progress_line(event: Event, loudness: Loudness) -> str | None:
     """The one line on stderr for an event; None for those that say nothing."""
-    words = PROGRESS.get(type(event)) if loudness is not Loudness.QUIET else None
-    return words(event) if words and (loudness is Loudness.VERBOSE or type(event) not in VERBOSE_ONLY) else None
+    words = next((table[type(event)] for table in WORDS[loudness] if type(event) in table), None)
+    return words(event) if words else None
 
 
 def started_line(event: SessionStarted) -> str:
@@ -7461,9 +7463,26 @@ def started_line(event: SessionStarted) -> str:
     return f"session {event.session}: {event.provider}:{event.model}{place}"
 
 
+def started_lines(event: SessionStarted) -> str:
+    """What `-v` adds: the window, the manifest and its tools, the skills, the grants."""
+    options = event.options
+    manifest = f"manifest {options.manifest} (SHA-256 {event.manifest_sha256[:16]}…)" if options.manifest else "no manifest"
+    rows = [f"window {options.model.context or 0:,} tokens, calls {event.call_mode}", f"{manifest}: {comma_list(event.tools)}",
+            f"skills: {comma_list(event.skills)}"]
+    return "\n".join([started_line(event), *map(on_one_line, rows), grants_line(event)])
+
+
+def grants_line(event: SessionStarted | SessionResumed) -> str:
+    return on_one_line(f"grants: {shlex.join(event.grants) or 'none'}")
+
+
+def comma_list(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
 def replied_line(event: ModelReplied) -> str | None:
     lines = [f"{call.id} {visible(call.name)[:80]} " +
-             one_line(compact(call.arguments) if call.arguments is not None else call.raw, 120)
+             one_line(call.raw if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False, separators=(",", ":")), 120)
              for call in event.calls]
     return "\n".join(lines) or None
 
@@ -7510,7 +7529,7 @@ def iso_time(seconds: float) -> str:
 def agent_line(event: AgentStep) -> str | None:
     """What its own event would say, after the call that the sub-agent runs in."""
     step = from_record(event.event, event.call)
-    words = PROGRESS.get(type(step)) if type(step) not in (SessionStarted, *VERBOSE_ONLY) else None
+    words = PROGRESS.get(type(step)) if not isinstance(step, SessionStarted) else None
     line = words(step) if words else None
     return line and "\n".join(f"{event.call} › {part}" for part in line.split("\n"))
 
@@ -7519,16 +7538,65 @@ def decided_line(event: CallDecided) -> str | None:
     return None if event.decision is Decision.ERROR else f"{event.call} {event.decision} by {event.by}"
 
 
+@value
+class Doing(Value):
+    """What a run is at, for the one live line of a terminal: folded from what is shown."""
+
+    last: type[Event] | None = None
+    since: float = 0.0  # seconds, by the clock of whoever folds
+    turn: int = 1
+    tokens: int = 0  # sent and received, as the server counts them
+    pieces: int = 0  # of the reply that is coming in: a token each, with most servers
+    running: Mapping[str, str] = field(default_factory=dict)  # the names of the tools at work, by call
+
+
+def doing_after(doing: Doing, event: Event, now: float) -> Doing:
+    """What the run is at after `event`."""
+    if type(event) in DELTAS.values():
+        return replace(doing, pieces=doing.pieces + 1)
+    if isinstance(event, ModelReplied):
+        doing = replace(doing, since=now, turn=event.turn + 1, pieces=0,
+                        tokens=doing.tokens + (event.usage.prompt or 0) + (event.usage.completion or 0))
+    elif isinstance(event, ToolStarted):
+        doing = replace(doing, since=now, running={**doing.running, event.call: event.name})
+    elif isinstance(event, ToolFinished):
+        running = {call: name for call, name in doing.running.items() if call != event.call}
+        doing = replace(doing, since=doing.since if running else now, running=running)
+    elif doing.last in IDLE:
+        doing = replace(doing, since=now)
+    return replace(doing, last=type(event))
+
+
+def live_line(doing: Doing, now: float) -> str:
+    """The line: turn, tokens, what runs, and for how many seconds; "" where nothing does."""
+    if doing.last in IDLE:
+        return ""
+    what = comma_list(tuple(doing.running.values())) if doing.running else \
+        f"the model {'writes' if doing.pieces else 'thinks'}"
+    turn, tokens = doing.turn - bool(doing.running), doing.tokens + doing.pieces
+    return visible(f"turn {turn}, {tokens:,} tokens: {what}, {now - doing.since:.0f} s")
+
+
+def fitted(text: str, cells: int) -> str:
+    """The text, or as much of its beginning as that many cells of a terminal hold: a character takes up to two."""
+    import unicodedata
+    ends = list(itertools.accumulate(
+        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text))
+    return text if not ends or ends[-1] <= cells else text[:sum(end < cells for end in ends)] + "…"
+
+
 PRINTERS = {OutputFormat.TEXT: print_answer, OutputFormat.JSON: print_object, OutputFormat.JSONL: print_event}
 PROGRESS = {SessionStarted: started_line, AgentStep: agent_line, ModelReplied: replied_line, ToolFinished: finished_line,
-            CallDecided: decided_line,
             HistoryCompacted: lambda event: f"history compacted: {event.before:,} to {event.after:,} tokens" if event.dropped
             else "the history could not be compacted",
             RequestAdapted: lambda event: one_line(event.change + (f" ({event.reason})" if event.reason else ""), 400),
-            ModelTold: lambda event: f"the model is told: {one_line(event.text)}",
             ModelRetried: lambda event: f"asking again in {event.wait_s:.1f}s: {one_line(event.reason)}",
             Warned: lambda event: f"warning: {one_line(event.text, 400)}"}
-VERBOSE_ONLY = {CallDecided, ModelTold}
+DETAILS = {SessionStarted: started_lines, SessionResumed: grants_line, CallDecided: decided_line,
+           ModelTold: lambda event: f"the model is told: {one_line(event.text)}"}
+WORDS = {Loudness.QUIET: (), Loudness.NORMAL: (PROGRESS,), Loudness.VERBOSE: (DETAILS, PROGRESS)}
+PASSING = {ModelReplied, ToolFinished, AgentStep, CallDecided, ModelTold}  # on a terminal, one row and dim
+IDLE = {None, ApprovalRequested, SessionFinished}  # after these nothing is at work
 LOGGED = {
     ModelRequested: lambda event: {"kind": "request", **vars(event)},
     ToolFinished: lambda event: {"kind": "tool", "call": event.call, "name": event.name, "status": event.status, "duration_s":
@@ -7614,7 +7682,7 @@ class Flags(Value):
     settled: tuple[str, ...] = ()
     prune: str = ""
     schema: str = ""
-    cite: Evidencing = Evidencing.OPTIONAL
+    evidencing: Evidencing = Evidencing.OPTIONAL
     log: str = ""
     pinning: Pinning = Pinning.NONE
     scopes: Scopes = Scopes.HIDDEN
@@ -7628,15 +7696,31 @@ class Streams:
         self.mask = secrets_of(os.environ, (), ())
         self.unsaid = b""  # of stdout, after a signal in the middle of a line
         self.held: dict[type, str] = {}  # pieces of text in which a secret may have begun
+        self.passing_form, self.doing, self.passing = passing_form(flags), Doing(), ""
+        if self.passing_form:
+            interrupts.on_wake = self.tell
 
     def show(self, event: Event) -> None:
         """The sink of a session. Raises Interrupted (141) when the reader of stdout is gone."""
+        if self.passing_form:
+            self.doing = doing_after(self.doing, event, time.monotonic())
+        if self.doing.last in IDLE:
+            self.status("")  # here begins what is not ours: the answer, or a question
         for whole_event in self.unsplit(event):
             self.printer(whole_event, self.out)
         line = progress_line(event, self.loudness)
-        if line:
-            for part in line.split("\n"):
-                self.err(f"agentloop: {part}")
+        for part in line.split("\n") if line else ():
+            text = f"agentloop: {part}"
+            passing = self.passing_form and type(event) in PASSING
+            self.err(self.passing_form.format(fitted(text, columns() - 1)) if passing else text)
+        if type(event) not in DELTAS.values():
+            self.tell()
+
+    def tell(self) -> None:
+        """Writes the live line anew, where there is one and the terminal takes it at once."""
+        line = live_line(self.doing, time.monotonic())
+        if line and select.select([], [2], [], 0)[1]:
+            self.status(line)
 
     def unsplit(self, event: Event) -> Iterator[Event]:
         """The event; of a piece of text what can be judged alone, since a secret may come in two pieces."""
@@ -7675,15 +7759,22 @@ class Streams:
             self.err(f"agentloop: {progress_line(event, self.loudness)}")
 
     def err(self, text: str) -> None:
-        try:
-            write_all(2, (self.mask.text(text) + "\n").encode("utf-8", "replace"))
-        except OSError:  # nobody reads stderr: there is no other place to say so
-            pass
+        """Writes a line to stderr, in place of a passing one."""
+        clear, self.passing = "\r\x1b[K" if self.passing else "", ""
+        self.write_err(f"{clear}{self.mask.text(text)}\n")
 
     def status(self, text: str) -> None:
         """A passing line on a terminal, which the next one replaces; "" takes it away."""
-        if os.isatty(2) and self.loudness is not Loudness.QUIET:
-            write_all(2, f"\r\x1b[K{text}".encode())
+        text = fitted(text, columns() - 1) if self.passing_form else ""
+        if text != self.passing:
+            self.write_err("\r\x1b[K" + (text and self.passing_form.format(text)))
+            self.passing = text
+
+    def write_err(self, text: str) -> None:
+        try:
+            write_all(2, text.encode("utf-8", "replace"))
+        except OSError:  # nobody reads stderr: there is no other place to say so
+            pass
 
     def last_words(self, error: AgentLoopError | None) -> None:
         """The end of stderr on any end but 0: what happened, how to mend it, and the command that goes on."""
@@ -7692,6 +7783,23 @@ class Streams:
         self.err(f"agentloop: {one_line(str(error), 1000)}")
         if error.command:
             self.err(error.command)
+
+
+def passing_form(flags: Flags) -> str:
+    """How a passing line is written on the terminal of stderr; "" where none may be: to a file, on a dumb terminal,
+    under `-q`, or beside events on the same terminal."""
+    events = flags.output is OutputFormat.JSONL and os.isatty(1)
+    if not os.isatty(2) or os.environ.get("TERM", "dumb") == "dumb" or flags.loudness is Loudness.QUIET or events:
+        return ""
+    return "{}" if os.environ.get("NO_COLOR") else DIM
+
+
+def columns() -> int:
+    """The width of the terminal on stderr."""
+    try:
+        return os.get_terminal_size(2).columns or 80
+    except OSError:  # it is gone
+        return 80
 
 
 @value
@@ -8003,13 +8111,13 @@ def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, ta
     """The first event of a session. A replay takes from the recording what the command line does not say."""
     flags, machine = setup.asked.flags, setup.asked.machine
     options = Options(limits, replace(choice.options, context=model.window()), setup.manifest.where, flags.only,
-                      flags.on_deny or "", flags.text_calls, answer_schema(flags.schema), flags.cite is Evidencing.DEMANDED)
+                      flags.on_deny or "", flags.text_calls, answer_schema(flags.schema), flags.evidencing is Evidencing.DEMANDED)
     started = SessionStarted(
         os.urandom(4).hex(), __version__, JOURNAL_VERSION, task, choice.provider, model.name, model.endpoint, choice.calls,
         options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
         setup.manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
         setup.places.cwd, setup.places.cwd_id, flags.name and checked_name(flags.name, "--session"),
-        setup.pins)
+        setup.pins, tuple(setup.skills))
     if not isinstance(model, ReplayModel):
         return started
     before = model.started
@@ -8093,6 +8201,11 @@ def settlements(flags: Flags, uncertain: Mapping[str, str]) -> dict[str, Settlem
             raise ConfigError(f"{visible(said)!r} is none of {', '.join(Settlement)}", f"--settle {call}=…")
         settled[call] = Settlement(said)
     return settled
+
+
+def check(asked: Invocation) -> ExitCode:
+    """`check`: the preflight, or the decision about a call."""
+    return check_call(asked) if asked.flags.task else preflight(asked)
 
 
 def check_call(asked: Invocation) -> ExitCode:
@@ -8487,12 +8600,55 @@ class Guarded:
             print(f"agentloop: warning: a sink failed: {one_line(problem)}", file=sys.stderr)
 
 
+@value
+class CommandLine(Value):
+    """What a command line asks for: the command, and its flags."""
+
+    act: Callable[[Invocation], Any]
+    flags: Flags
+
+
+@value
+class Option(Value):
+    """An option of the command line: its names, what typer reads it as, what stands for its value in the help, its
+    help, and for a switch the field of Flags and what that becomes."""
+
+    names: str
+    reads: Any
+    takes: str
+    help: str
+    fills: str = ""
+    becomes: Any = None
+
+
+@value
+class Argument(Value):
+    """What stands on the command line without a name, and the field of Flags that it fills."""
+
+    fills: str
+    takes: str
+    help: str
+    default: Any = ""  # ... where it must be given
+
+
+@value
+class Subcommand(Value):
+    """A command: its name, what carries it out, its help with examples, and what it takes, most used first."""
+
+    name: str
+    act: Callable[[Invocation], Any]  # returns its exit code, or the `session.finished` of a run and what ended it
+    help: str
+    arguments: tuple[Argument, ...]
+    options: str
+
+
 def build_app(wanted: list[CommandLine]) -> Any:
     """The typer application; a command only leaves in `wanted` what it was asked for."""
     import typer
-    app = typer.Typer(help="Gives a language model the tools that a manifest lists, and asks before it uses them.",
-                      pretty_exceptions_enable=False, rich_markup_mode=None,
-                      context_settings={"help_option_names": ["-h", "--help"]})
+    codes = [f"{code:>3} {code.outcome:<17}" for code in ExitCode]
+    rows = ["".join(codes[n:n + 3]).rstrip() for n in range(0, len(codes), 3)]
+    app = typer.Typer(help=HELP, epilog="\n".join(["\b", "Exit codes (the same for every command):", *rows]),
+                      pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 
     def version(shown: bool) -> None:
         if shown:
@@ -8503,158 +8659,44 @@ def build_app(wanted: list[CommandLine]) -> Any:
     def top(version: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
         pass
 
-    add_run(app, wanted)
-    add_resume(app, wanted)
-    add_check_and_show(app, wanted)
-    add_endpoints(app, wanted)
+    for command in COMMANDS:
+        app.command(command.name, help=command.help)(function_of(command, wanted))
     return app
 
 
-def add_run(app: Any, wanted: list[CommandLine]) -> None:
-    """The command `run`, its most used options first."""
-    from typer import Argument as argument
-    from typer import Option as option
+def function_of(command: Subcommand, wanted: list[CommandLine]) -> Callable[..., None]:
+    """The function that typer reads a command's parameters from."""
+    import inspect
 
-    @app.command("run")
-    def run_command(
-            task: str = argument("", metavar="TASK", help="What to do; - reads it from stdin."),
-            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model, e.g. ollama:qwen3:4b."),
-            url: str = option("", "--url", help="Where the model is served."),
-            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest; none runs without tools."),
-            yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="Allow TOOL, or 'TOOL:exact words'."),
-            approve: Approve = option(None, "--approve", help="Who is asked about the other calls."),
-            on_deny: OnDeny = option(None, "--on-deny", help="What a denied call does."),
-            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
-            schema: str = option("", "--schema", metavar="FILE", help="A JSON Schema that the answer must match."),
-            cite: bool = option(False, "--cite", help="Take only an answer that quoted lines show."),
-            system: str = option("", "--system", metavar="TEXT|@FILE", help="Another system prompt."),
-            file: list[str] = option([], "-f", "--file", help="A file to send along."),
-            stdin: StdinMode = option("auto", "--stdin", help="What stdin is."),
-            session: str = option("", "--session", metavar="NAME", help="Start it, or go on with it if it did not finish."),
-            lock: str = option("", "--lock", metavar="NAME", help="One run at a time has it."),
-            on_overlap: OnOverlap = option("skip", "--on-overlap", help="What happens if another run has it."),
-            skills: str = option("", "--skills", metavar="DIR", help="A folder of skills."),
-            skill: list[str] = option([], "--skill", metavar="NAME", help="A skill to begin with."),
-            only: list[str] = option([], "--only", metavar="TOOL", help="Offer this tool and no other."),
-            max_turns: int = option(None, "--max-turns", help="Replies that the model may give (20)."),
-            timeout: str = option("", "--timeout", help="Deadline of the whole run, e.g. 90s, 10m (10m)."),
-            max_tokens: int = option(None, "--max-tokens", help="Tokens of the whole session."),
-            reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply (2048)."),
-            context: int = option(None, "--context", help="The model's window in tokens."),
-            calls: CallMode = option(None, "--calls", help="How calls are made."),
-            text_calls: TextCalls = option("auto", "--text-calls", help="Whether calls printed as text are calls."),
-            pinned: bool = option(False, "--pinned", help="Refuse what differs from tools.lock."),
-            journal: str = option("", "--journal", metavar="FILE|none", help="Where the session is kept."),
-            log: str = option("", "--log", metavar="FILE", help="A log for machines: a line a request and a tool call."),
-            quiet: bool = option(False, "-q", "--quiet", help="Say nothing on success."),
-            verbose: bool = option(False, "-v", "--verbose", help="Say more."),
-    ) -> None:
-        """Start a session and print its answer."""
-        flags = Flags(task, "", model, url, tools, tuple(yes_scope), approve, on_deny, output, system, tuple(file),
-                      stdin, tuple(only), max_turns, timeout, max_tokens, reply_tokens, context, calls, text_calls, journal,
-                      Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL, skills, tuple(skill), session,
-                      lock, on_overlap, schema=schema, cite=Evidencing.DEMANDED if cite else Evidencing.OPTIONAL, log=log,
-                      pinning=Pinning.DEMAND if pinned else Pinning.NONE)
-        wanted.append(CommandLine(start, flags))
+    import typer
+
+    def carry_out(**given: Any) -> None:
+        wanted.append(CommandLine(command.act, flags_of(command, given)))
+
+    parameters = [(argument.fills, str, typer.Argument(argument.default, metavar=argument.takes, help=argument.help,
+                                                       show_default=False)) for argument in command.arguments]
+    for name in command.options.split():
+        option = OPTIONS[name]
+        default = {str: "", int: None, bool: False, list[str]: []}.get(option.reads)
+        parameters.append((name, option.reads, typer.Option(default, *option.names.split(), metavar=option.takes or None,
+                                                            help=option.help, show_default=False)))
+    carry_out.__signature__ = inspect.Signature([
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=reads)
+        for name, reads, default in parameters])
+    carry_out.__annotations__ = {}
+    return carry_out
 
 
-def add_resume(app: Any, wanted: list[CommandLine]) -> None:
-    """The command `resume`: the options of `run` but those of its input."""
-    from typer import Argument as argument
-    from typer import Option as option
-
-    @app.command("resume")
-    def resume_command(
-            session: str = argument(..., metavar="SESSION", help="An id, its first characters, or a file."),
-            task: str = argument("", metavar="[TASK]", help="A further question."),
-            url: str = option("", "--url", help="Where the model is served now."),
-            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest, where it has changed."),
-            yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="Allow TOOL, or 'TOOL:exact words'."),
-            approve: Approve = option(None, "--approve", help="Who is asked about the other calls."),
-            on_deny: OnDeny = option(None, "--on-deny", help="What a denied call does."),
-            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
-            settle: list[str] = option([], "--settle", metavar="CALL=done|failed|retry", help="How a call ended."),
-            only: list[str] = option([], "--only", metavar="TOOL", help="Offer this tool and no other."),
-            max_turns: int = option(None, "--max-turns", help="Replies that the model may give, in the whole session."),
-            timeout: str = option("", "--timeout", help="Deadline of this run."),
-            max_tokens: int = option(None, "--max-tokens", help="Tokens of the whole session."),
-            reply_tokens: int = option(None, "--reply-tokens", help="Tokens of one reply."),
-            log: str = option("", "--log", metavar="FILE", help="A log for machines."),
-            quiet: bool = option(False, "-q", "--quiet", help="Say nothing on success."),
-            verbose: bool = option(False, "-v", "--verbose", help="Say more."),
-    ) -> None:
-        """Go on with a session that stopped."""
-        flags = Flags(task=task, session=session, url=url, tools=tools, grants=tuple(yes_scope), approve=approve,
-                      on_deny=on_deny, output=output, only=tuple(only), max_turns=max_turns, timeout=timeout,
-                      max_tokens=max_tokens, reply_tokens=reply_tokens, settled=tuple(settle), log=log,
-                      loudness=Loudness.QUIET if quiet else Loudness.VERBOSE if verbose else Loudness.NORMAL)
-        wanted.append(CommandLine(go_on, flags))
-
-
-def add_check_and_show(app: Any, wanted: list[CommandLine]) -> None:
-    """The commands that run nothing."""
-    from typer import Argument as argument
-    from typer import Option as option
-
-    @app.command("check")
-    def check_command(
-            call: str = argument("", metavar="[CALL]", help="""'TOOL {"json": "arguments"}'; - reads it from stdin."""),
-            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model."),
-            url: str = option("", "--url", help="Where the model is served."),
-            context: int = option(None, "--context", help="The model's window in tokens."),
-            pin: bool = option(False, "--pin", help="Write the digests that run --pinned demands to tools.lock."),
-            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest."),
-            yes_scope: list[str] = option([], "--yes-scope", metavar="SCOPE", help="A grant, as for run."),
-            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
-            skills: str = option("", "--skills", metavar="DIR", help="A folder of skills, as for run."),
-            only: list[str] = option([], "--only", metavar="TOOL", help="As for run."),
-    ) -> None:
-        """Say what would stop a run before it begins; with CALL, what would be decided about that call, and why."""
-        flags = Flags(task=call, model=model, url=url, context=context, tools=tools, grants=tuple(yes_scope), output=output,
-                      skills=skills, only=tuple(only), pinning=Pinning.WRITE if pin else Pinning.NONE)
-        wanted.append(CommandLine(check_call if call else preflight, flags))
-
-    @app.command("show")
-    def show_command(
-            session: str = argument("", metavar="[SESSION]", help="An id, its first characters, a name, or a file."),
-            prune: str = option("", "--prune", metavar="AGE", help="Remove the sessions older than that, e.g. 30d."),
-            scopes: bool = option(False, "--scopes", help="The grants that its calls needed, ready to paste."),
-            output: OutputFormat = option("text", "-o", "--output", help="What stdout carries."),
-    ) -> None:
-        """List the sessions, or show one."""
-        shown = Scopes.SHOWN if scopes else Scopes.HIDDEN
-        wanted.append(CommandLine(show_session, Flags(session=session, output=output, scopes=shown, prune=prune)))
-
-
-def add_endpoints(app: Any, wanted: list[CommandLine]) -> None:
-    """The commands for a model's other endpoints."""
-    from typer import Argument as argument
-    from typer import Option as option
-
-    @app.command("generate")
-    def generate_command(
-            prompt: str = argument("-", metavar="PROMPT", help="What to reply to; - reads it from stdin."),
-            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model."),
-            url: str = option("", "--url", help="Where the model is served."),
-            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest, for its [model]."),
-            system: str = option("", "--system", metavar="TEXT|@FILE", help="A system prompt."),
-            reply_tokens: int = option(None, "--reply-tokens", help="Tokens of the reply (2048)."),
-            context: int = option(None, "--context", help="The model's window in tokens."),
-            timeout: str = option("", "--timeout", help="Deadline, e.g. 90s, 10m (10m)."),
-    ) -> None:
-        """Print one reply of the model, without tools."""
-        wanted.append(CommandLine(generate_text, Flags(task=prompt, model=model, url=url, tools=tools, system=system,
-                                                       reply_tokens=reply_tokens, context=context, timeout=timeout)))
-
-    @app.command("embed")
-    def embed_command(
-            model: str = option("", "-m", "--model", metavar="PROVIDER:NAME", help="The model."),
-            url: str = option("", "--url", help="Where the model is served."),
-            tools: str = option("", "-t", "--tools", metavar="FILE", help="The manifest, for its [model]."),
-            timeout: str = option("", "--timeout", help="Deadline, e.g. 90s, 10m (10m)."),
-    ) -> None:
-        """Print a vector, a JSON list, for each line of stdin."""
-        wanted.append(CommandLine(embed_lines, Flags(task="-", model=model, url=url, tools=tools, timeout=timeout)))
+def flags_of(command: Subcommand, given: Mapping[str, Any]) -> Flags:
+    """What was given, as Flags; of two switches of one field the first in the command's order holds."""
+    filled: dict[str, Any] = {argument.fills: given[argument.fills] for argument in command.arguments}
+    for name in command.options.split():
+        option, said = OPTIONS[name], given[name]
+        if said and option.fills:
+            filled.setdefault(option.fills, option.becomes)
+        elif said not in (None, False, "", []):
+            filled[name] = tuple(said) if isinstance(said, list) else said
+    return Flags(**filled)
 
 
 def generate_text(asked: Invocation) -> ExitCode:
@@ -8812,14 +8854,6 @@ def said_all(asked: Invocation) -> ExitCode:
     return ExitCode.ANSWERED
 
 
-@value
-class CommandLine(Value):
-    """What a command line asks for: the command, and its flags."""
-
-    act: Callable[[Invocation], Any]  # returns its exit code, or the `session.finished` of a run and what ended it
-    flags: Flags
-
-
 def named_output(argv: Sequence[str]) -> OutputFormat:
     """The output format that a command line names, though the rest of it is wrong."""
     named = " ".join(argv)
@@ -8827,6 +8861,7 @@ def named_output(argv: Sequence[str]) -> OutputFormat:
     return OutputFormat(found[1]) if found else OutputFormat.TEXT
 
 
+DIM = "\x1b[2m{}\x1b[0m"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DAY, MOST_KEPT = 86_400.0, 256 << 20  # seconds, bytes of finished sessions
 SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
@@ -8834,6 +8869,89 @@ DATA_CAP = 4_000_000  # bytes
 EMBED_BATCH = 64  # lines a request
 PREFLIGHT_WAIT = 30.0  # seconds
 LAST_PATIENCE = 5.0  # seconds that a stopped run waits for the reader of its last line
+HELP = """Give a language model the tools that a manifest lists, and be asked before it uses them.
+
+\b
+Examples:
+  agentloop run "why is the disk full?"
+  journalctl -n 200 | agentloop run "what broke?" -q > answer.txt
+  agentloop run "is swap in use?" -o json | jq -r .answer
+  agentloop run "restart nginx if it is down" \\
+      --yes-scope 'run_shell:systemctl restart nginx'
+  agentloop show
+"""
+SCOPE_HELP = "Allow TOOL, or 'TOOL:exact words'; repeatable."
+OPTIONS = {
+    "model": Option("-m --model", str, "PROVIDER:NAME", "The model, e.g. ollama:qwen3:4b."),
+    "url": Option("--url", str, "URL", "Where the model is served."),
+    "tools": Option("-t --tools", str, "FILE", "The manifest; none: without tools."),
+    "grants": Option("--yes-scope", list[str], "SCOPE", SCOPE_HELP),
+    "approve": Option("--approve", Approve, "WHO", "Who decides the rest: ask, deny, stdio."),
+    "on_deny": Option("--on-deny", OnDeny, "WHAT", "A denied call: stop the run, or tell the model."),
+    "output": Option("-o --output", OutputFormat, "FORMAT", "What stdout carries: text, json, jsonl."),
+    "schema": Option("--schema", str, "FILE", "A JSON Schema that the answer must match."),
+    "cite": Option("--cite", bool, "", "Take only an answer that quoted lines show.", "evidencing", Evidencing.DEMANDED),
+    "system": Option("--system", str, "TEXT|@FILE", "Another system prompt."),
+    "files": Option("-f --file", list[str], "FILE", "A file to send along; repeatable."),
+    "stdin": Option("--stdin", StdinMode, "WHAT", "What stdin is: auto, none, data, task."),
+    "skills": Option("--skills", str, "DIR", "A folder of skills."),
+    "preloaded": Option("--skill", list[str], "NAME", "A skill to begin with; repeatable."),
+    "only": Option("--only", list[str], "TOOL", "Offer this tool and no other; repeatable."),
+    "max_turns": Option("--max-turns", int, "N", "Replies that the model may give (20)."),
+    "timeout": Option("--timeout", str, "TIME", "Deadline of the whole run, e.g. 90s (10m)."),
+    "max_tokens": Option("--max-tokens", int, "N", "Tokens of the whole session."),
+    "reply_tokens": Option("--reply-tokens", int, "N", "Tokens of one reply (2048)."),
+    "context": Option("--context", int, "N", "The model's window in tokens."),
+    "calls": Option("--calls", CallMode, "MODE", "How calls are made: auto, native, json, text."),
+    "text_calls": Option("--text-calls", TextCalls, "auto|off", "Whether calls printed as text are calls."),
+    "name": Option("--session", str, "NAME", "Start it, or go on if it did not finish."),
+    "journal": Option("--journal", str, "FILE|none", "Where the session is kept."),
+    "lock": Option("--lock", str, "NAME", "One run at a time has it."),
+    "on_overlap": Option("--on-overlap", OnOverlap, "skip|wait", "What to do if another run has it."),
+    "log": Option("--log", str, "FILE", "A log for machines: sizes, times, outcomes."),
+    "pinned": Option("--pinned", bool, "", "Refuse what differs from tools.lock.", "pinning", Pinning.DEMAND),
+    "pin": Option("--pin", bool, "", "Write tools.lock, which run --pinned demands.", "pinning", Pinning.WRITE),
+    "settled": Option("--settle", list[str], "CALL=END", "How a call ended: done, failed; or retry it."),
+    "prune": Option("--prune", str, "AGE", "Remove the sessions older than that, e.g. 30d."),
+    "scopes": Option("--scopes", bool, "", "The grants that its calls needed, to paste.", "scopes", Scopes.SHOWN),
+    "quiet": Option("-q --quiet", bool, "", "Say nothing on success.", "loudness", Loudness.QUIET),
+    "verbose": Option("-v --verbose", bool, "", "Say more.", "loudness", Loudness.VERBOSE),
+}
+COMMANDS = (
+    Subcommand("run", start, """Start a session and print its answer.
+
+            \b
+            Examples:
+              agentloop run -m ollama:qwen3:4b --url http://127.0.0.1:11434 TASK
+              agentloop run "why is nginx down?" --skill service-down
+              df -h | agentloop run "which one is full?" --tools none
+            """, (Argument("task", "[TASK]", "What to do; - reads it from stdin."),),
+            "model url tools grants approve on_deny output schema cite system files stdin skills preloaded only max_turns timeout "
+            "max_tokens reply_tokens context calls text_calls name journal lock on_overlap log pinned quiet verbose"),
+    Subcommand("resume", go_on, """Go on with a session that stopped, or ask it a further question.
+
+            \b
+            Examples:
+              agentloop resume 7f3a --yes-scope 'run_shell:systemctl restart nginx'
+              agentloop resume nightly "and since when?"
+            """, (Argument("session", "SESSION", "An id, its beginning, a name, or a file.", ...),
+                  Argument("task", "[TASK]", "A further question.")),
+            "grants approve on_deny settled url tools output only max_turns timeout max_tokens reply_tokens log quiet verbose"),
+    Subcommand("check", check, """Say what would stop a run, or how a call would be decided.
+
+            \b
+            Examples:
+              agentloop check
+              agentloop check 'run_shell {"command": "df -h"}' --yes-scope run_shell
+            """, (Argument("task", "[CALL]", """'TOOL {"name": "value"}'; - reads it from stdin."""),),
+            "model url tools grants context skills only pin output"),
+    Subcommand("show", show_session, "List the sessions, or show one.",
+            (Argument("session", "[SESSION]", "An id, its beginning, a name, or a file."),), "output scopes prune"),
+    Subcommand("generate", generate_text, "Print one reply of the model, without tools.",
+            (Argument("task", "[PROMPT]", "What to reply to; - reads it from stdin.", "-"),),
+            "model url tools system reply_tokens context timeout"),
+    Subcommand("embed", embed_lines, "Print a vector, a JSON list, for each line of stdin.", (), "model url tools timeout"),
+)
 RUNS = (start, go_on)  # the commands that always end in one session.finished
 SILENT_WARN, SILENT_END = 2.0, 60.0  # seconds
 
