@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -124,6 +125,39 @@ argv = ["sleep", "1"]
 readonly = true
 """
 ANSWER = "That was all."
+
+# Says on stderr when each step of a run was over. Started with the time of its start before the program's own words.
+STEPS = r'''
+import json, os, sys, time
+marks = [("start", float(sys.argv.pop(1))), ("interpreter", time.monotonic())]
+import agentloop
+marks.append(("import agentloop", time.monotonic()))
+
+def marked(place, name, label):
+    function = getattr(place, name)
+    def timed(*given, **named):
+        result = function(*given, **named)
+        if label not in dict(marks):
+            marks.append((label, time.monotonic()))
+        return result
+    setattr(place, name, timed)
+
+marked(agentloop, "import_typer", "import typer")
+marked(agentloop, "parse_command_line", "command line")
+marked(agentloop, "set_up", "manifest, tools, grants")
+marked(agentloop, "import_httpx", "import httpx")
+marked(agentloop, "open_model", "window asked for")
+marked(agentloop, "react", "first reply")
+marked(agentloop, "finish", "the turns")
+leave = os._exit
+def say(code):
+    marks.append(("last words", time.monotonic()))
+    sys.stderr.write(json.dumps(marks))
+    sys.stderr.flush()
+    leave(code)
+os._exit = say
+agentloop.main()
+'''
 
 
 @dataclass(frozen=True)
@@ -245,11 +279,50 @@ def print_startup(folder: Path, program: tuple[str, ...], rounds: int) -> None:
     own, floor = median(walls["--version"]), median(walls["typer"])
     print(f"--version  wall {own:.3f} s = {own / floor:.2f} × a typer program of one command ({floor:.3f} s)")
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import agentloop, httpx, typer"], capture_output=True,
-                          text=True, cwd=HERE)
+                          text=True, cwd=folder, env=module_environment())
     rows = sorted(((int(row.split("|")[0].split(":")[1]), row.split("|")[2].strip())
                    for row in done.stderr.splitlines() if row.startswith("import time:") and row.split("|")[1].strip().isdigit()),
                   reverse=True)
     print("imports    " + ", ".join(f"{name} {spent / 1000:.1f} ms" for spent, name in rows[:12]))
+
+
+def print_steps(folder: Path, program: tuple[str, ...], rounds: int) -> None:
+    """Where the milliseconds of a run of five turns go, step by step: the medians."""
+    (folder / "steps.py").write_text(STEPS)
+    server = Server(folder, counting(5))
+    spent: dict[str, list[float]] = {}
+    try:
+        words = contenders(folder, program, server.url)[-1].argv[len(program):]
+        environ = {**module_environment(), "XDG_STATE_HOME": str(folder / "state")}
+        for _ in range(rounds):
+            argv = [sys.executable, str(folder / "steps.py"), str(time.monotonic()), *words]
+            done = subprocess.run(argv, env=environ, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            marks = [*json.loads(done.stderr), ("exit", time.monotonic())]
+            for (_, before), (name, after) in zip(marks, marks[1:]):
+                spent.setdefault(name, []).append((after - before) * 1e3)
+    finally:
+        server.close()
+    medians = {name: median(values) for name, values in spent.items()}
+    medians["the turns"] /= 5
+    print("steps      " + ", ".join(f"{name.replace('the turns', 'a turn')} {spent:.1f} ms" for name, spent in medians.items()))
+
+
+def print_side_by_side(folder: Path, program: tuple[str, ...]) -> None:
+    """Runs of five turns at the same time, each waiting a second for every reply: how long the slowest one took."""
+    server = Server(folder, [{**reply, "delay_s": 1.0} for reply in counting(5)])
+    environ = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
+    try:
+        argv = contenders(folder, program, server.url)[-1].argv
+        for count in (1, 16, 64, 128):
+            began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            running = [subprocess.Popen(argv, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                       for _ in range(count)]
+            failed = sum(process.wait() != 0 for process in running)
+            wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            print(f"at once    {count:4} runs: {wall:6.2f} s until the last has ended, {cpu / count:.3f} CPU seconds each, {failed} failed")
+    finally:
+        server.close()
 
 
 def print_batch(folder: Path, program: tuple[str, ...]) -> None:
@@ -261,6 +334,12 @@ def print_batch(folder: Path, program: tuple[str, ...]) -> None:
         print(f"batch      8 read-only calls of one second: {run(runner, folder, ANSWER)[0]:.2f} s")
     finally:
         server.close()
+
+
+def module_environment() -> dict[str, str]:
+    """An environment in which this Python finds agentloop: the one that is installed, else the file beside this one."""
+    installed = shutil.which("agentloop", path=os.path.dirname(sys.executable))
+    return {**os.environ, **({} if installed else {"PYTHONPATH": str(HERE)})}
 
 
 def installed_program() -> tuple[str, ...]:
@@ -281,7 +360,9 @@ def main() -> None:
         for turns, rounds in ((0, options.rounds), (5, options.rounds), (50, max(3, options.rounds // 3))):
             print_comparison(turns, compare(folder, program, turns, rounds))
         print_startup(folder, program, options.rounds)
+        print_steps(folder, program, options.rounds)
         print_batch(folder, program)
+        print_side_by_side(folder, program)
 
 
 if __name__ == "__main__":
