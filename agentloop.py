@@ -8659,7 +8659,8 @@ def build_app(wanted: list[CommandLine]) -> Any:
     def top(version: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
         pass
 
-    for command in COMMANDS:
+    named = [command for command in COMMANDS if command.name in sys.argv[1:2]]
+    for command in named or COMMANDS:  # to build all of them takes longer than to read a manifest
         app.command(command.name, help=command.help)(function_of(command, wanted))
     return app
 
