@@ -603,6 +603,7 @@ class SessionStarted(Value):
     cwd_id: str = ""  # device and inode
     name: str = ""  # of `--session`
     pins: Mapping[str, str] = field(default_factory=dict)  # digests of the definitions of MCP tools
+    definitions: Mapping[str, ToolSpec] = field(default_factory=dict)  # what the model is told of these
     skills: tuple[str, ...] = ()  # the names of those that can be activated or were given
 
 
@@ -750,6 +751,7 @@ class SessionResumed(Value):
     task: str = ""
     settled: Mapping[str, Settlement] = field(default_factory=dict)  # by call; c3/c1 is one of the sub-agent of c3
     pins: Mapping[str, str] = field(default_factory=dict)
+    definitions: Mapping[str, ToolSpec] = field(default_factory=dict)
 
 
 @value
@@ -935,6 +937,7 @@ class State(Value):
     denied: tuple[Denied, ...] = ()
     warnings: tuple[str, ...] = ()
     pins: Mapping[str, str] = field(default_factory=dict)  # the first that was seen of each MCP tool
+    definitions: Mapping[str, ToolSpec] = field(default_factory=dict)  # likewise
     finished: SessionFinished | None = None
 
     @property
@@ -965,7 +968,8 @@ def apply(state: State, event: Event) -> State:
 def apply_started(state: State, event: SessionStarted) -> State:
     mode = CallMode.NATIVE if event.call_mode is CallMode.AUTO else event.call_mode
     opening = (Message(Role.SYSTEM, event.system), Message(Role.USER, task_text(event)))
-    return replace(state, started=event, history=opening, limits=event.options.limits, call_mode=mode, pins=event.pins)
+    return replace(state, started=event, history=opening, limits=event.options.limits, call_mode=mode,
+                   pins=event.pins, definitions=event.definitions)
 
 
 def apply_replied(state: State, event: ModelReplied) -> State:
@@ -1070,7 +1074,8 @@ def apply_agent(state: State, event: AgentStep) -> State:
 def apply_resumed(state: State, event: SessionResumed) -> State:
     state = settle(replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={},
                            compactions=0, wanted=Wanted.ANYTHING, wanted_times=0, answer=None,
-                           pins={**event.pins, **state.pins}), event.settled)
+                           pins={**event.pins, **state.pins},
+                           definitions={**event.definitions, **state.definitions}), event.settled)
     if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
         state = replace(state, history=state.history[:-1], answered=False)
     if not event.task:
@@ -2472,14 +2477,16 @@ class McpServer(Value):
 class McpDefinition(Value):
     """A tool as its server describes it, to the letter."""
 
+    place: JSON  # the argv or the URL of the server
     name: str
     description: JSON
     schema: JSON
     annotations: JSON
 
-    def pin(self, server: McpServer) -> str:
+    @property
+    def pin(self) -> str:
         """The digest that the definition must keep."""
-        return digest([list(server.argv) or server.url, self.name, self.description, self.schema, self.annotations])
+        return digest([self.place, self.name, self.description, self.schema, self.annotations])
 
 
 @value
@@ -2556,6 +2563,8 @@ class McpServers:
 
     def definition(self, server: str, tool: str) -> McpDefinition | None:
         """What the server says of a tool at this moment. Raises ToolError when it does not answer."""
+        if server not in self.peers:
+            raise ToolError("it was not started", f"the MCP server {server}")
         listing = self.wait(self.listing(self.peers[server], self.limit(LISTING)))
         if listing.problem:
             raise ToolError(listing.problem, f"the MCP server {server}")
@@ -2612,7 +2621,8 @@ class McpServers:
             for item in told if isinstance(told, list) else ():
                 if isinstance(item, dict) and isinstance(item.get("name"), str):
                     tools[item["name"]] = McpDefinition(
-                        item["name"], item.get("description"), item.get("inputSchema"), item.get("annotations"))
+                        list(peer.server.argv) or peer.server.url, item["name"], item.get("description"),
+                        item.get("inputSchema"), item.get("annotations"))
             if not isinstance(reply.result.get("nextCursor"), str):
                 return McpListing(tools)
             cursor = {"cursor": reply.result["nextCursor"]}
@@ -3258,22 +3268,17 @@ class HttpTool(Kind):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        return tuple(found["secret"] for text in (*self.headers.values(), *texts_in(self.body))
-                     for found in TEMPLATE.finditer(text) if found["secret"])
+        return tuple(variables((*self.headers.values(), *texts_in(self.body))))
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
         url, rest = str(parse_url(render_url(self.url, self.query, arguments))), []
         if self.method != "GET":
             rest.append(("method", self.method))
-        rest += [(header, text) for header, text in self.filled_headers(arguments, "${{{}}}".format).items()]
+        rest += [(header, text) for header, text in filled_headers(self.headers, arguments, "${{{}}}".format).items()]
         if self.body is not None:
             rest.append(("body", compact(filled_json(self.body, arguments, "${{{}}}".format))))
         asked = arguments[placeholders(self.url)[0]] if PLACEHOLDER.fullmatch(self.url) else ""
         return Canonical(name, self.form, url, asked, tuple(rest))
-
-    def filled_headers(self, arguments: JSON, secret: Callable[[str], str]) -> dict[str, str]:
-        return {name: fill(template, arguments, header_value, secret) for name, template in self.headers.items()
-                if set(placeholders(template)) <= arguments.keys()}
 
     def is_bounded(self, canonical: Canonical) -> bool:
         """Whether the URL is at the template's own place; a template that takes any URL has none."""
@@ -3287,7 +3292,7 @@ class HttpTool(Kind):
         return f"{host} is {inside[0]}, which is no public address" if inside else ""
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        headers = self.filled_headers(arguments, context.secret)
+        headers = filled_headers(self.headers, arguments, context.secret)
         if self.method not in SAFE_METHODS:
             headers["idempotency-key"] = context.key
         body = None if self.body is None else filled_json(self.body, arguments, context.secret)
@@ -3450,6 +3455,24 @@ def fill(template: str, arguments: JSON, value_of: Callable[[str], str], secret:
                         template)
 
 
+def variables(templates: Iterable[str]) -> Iterator[str]:
+    """The names of the variables that templates name."""
+    return (found["secret"] for text in templates for found in TEMPLATE.finditer(text) if found["secret"])
+
+
+def given_variable(environ: Mapping[str, str], name: str) -> str:
+    """The variable that a template names. Raises ToolError where there is none."""
+    if not environ.get(name):
+        raise ToolError(f"the variable {name} is not set: the operator must give it")
+    return environ[name]
+
+
+def filled_headers(headers: Mapping[str, str], arguments: JSON, secret: Callable[[str], str]) -> dict[str, str]:
+    """The headers with their placeholders filled in; one whose parameter is absent is left out."""
+    return {name: fill(template, arguments, header_value, secret) for name, template in headers.items()
+            if set(placeholders(template)) <= arguments.keys()}
+
+
 def filled_json(template: JSON, arguments: JSON, secret: Callable[[str], str]) -> JSON:
     """A JSON template: "{x}" alone becomes the value itself, and a key of an absent parameter is left out."""
     if isinstance(template, dict):
@@ -3492,7 +3515,7 @@ class Mcp(Kind):
     """A tool of an MCP server. What the server says of it grants nothing, and must stay what it was."""
 
     servers: McpServers
-    server: McpServer
+    server: str
     tool: str
     pinned: str  # the digest of the definition that may be called
     form = ScopeForm.PAIRS
@@ -3509,22 +3532,21 @@ class Mcp(Kind):
 
     def changed(self) -> str:
         """What is wrong with the definition as the server has it now. Raises ToolError if it does not say."""
-        found = self.servers.definition(self.server.name, self.tool)
+        found = self.servers.definition(self.server, self.tool)
         if found is None:
             return "the server does not offer the tool any more"
-        same = found.pin(self.server) == self.pinned
-        return "" if same else "the definition of the tool has changed since it was pinned"
+        return "" if found.pin == self.pinned else "the definition of the tool has changed since it was pinned"
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         changed = self.changed()  # a person may have taken a while to answer
         if changed:
             raise ToolError(changed)
-        reply = self.servers.call(self.server.name, self.tool, arguments, context.timeout)
+        reply = self.servers.call(self.server, self.tool, arguments, context.timeout)
         if reply.end is McpEnd.ANSWERED:
             status = ToolStatus.FAILED if reply.result.get("isError") else ToolStatus.OK
             return ToolOutput(status, whole(result_text(reply.result)))
         known = "" if reply.end is McpEnd.REFUSED else "; what it did until then is not known"
-        note = f"the MCP server {self.server.name}: {reply.problem}{known}"
+        note = f"the MCP server {self.server}: {reply.problem}{known}"
         return ToolOutput(MCP_STATUS[reply.end], whole(reply.last_words), note)
 
 
@@ -4188,6 +4210,7 @@ def check_server(name: str, entry: McpEntry, where: str) -> None:
     for key, needed in (("headers", "url"), ("env", "argv")):
         if getattr(entry, key) and not getattr(entry, needed):
             raise ConfigError(f"only a server with {needed} has {key}", f"{where}.{key}")
+    check_parameters({name for text in entry.headers.values() for name in placeholders(text)}, {}, f"{where}.headers")
     if not entry.tools:
         raise ConfigError("the names of the tools that may be used are needed", f"{where}.tools")
     for tool in entry.tools:
@@ -4203,31 +4226,27 @@ def check_server(name: str, entry: McpEntry, where: str) -> None:
 
 def servers_of(manifest: Manifest, environ: Mapping[str, str], cwd: str) -> tuple[McpServer, ...]:
     """The MCP servers of a manifest, ready to be started. Raises ConfigError for a variable that is not set."""
-    return tuple(McpServer(name, entry.argv, entry.url, filled_headers(entry, environ, f"{manifest.where}: mcp.{name}"),
-                           process_environment(environ, entry.env), cwd, duration(entry.start_timeout, name))
-                 for name, entry in manifest.mcp.items())
-
-
-def filled_headers(entry: McpEntry, environ: Mapping[str, str], where: str) -> dict[str, str]:
-    """The headers with `${NAME}` filled in from the environment."""
-    def fill(found: re.Match[str]) -> str:
-        if found[1] not in environ:
-            raise ConfigError(f"the variable {found[1]} is not set", f"{where}.headers")
-        return environ[found[1]]
-    return {name: HEADER_VARIABLE.sub(fill, text) for name, text in entry.headers.items()}
+    servers = []
+    for name, entry in manifest.mcp.items():
+        try:
+            headers = filled_headers(entry.headers, {}, functools.partial(given_variable, environ))
+        except ToolError as error:
+            raise ConfigError(error.what, f"{manifest.where}: mcp.{name}.headers") from error
+        servers.append(McpServer(name, entry.argv, entry.url, headers, process_environment(environ, entry.env), cwd,
+                                 duration(entry.start_timeout, name)))
+    return tuple(servers)
 
 
 def header_secrets(manifest: Manifest, environ: Mapping[str, str]) -> tuple[str, ...]:
     """What of the servers' headers is shown nowhere: variables, and the words of those that are secret by name."""
     headers = [pair for entry in manifest.mcp.values() for pair in entry.headers.items()]
-    filled = [environ.get(variable, "") for _, text in headers for variable in HEADER_VARIABLE.findall(text)]
     named = [word for name, text in headers if SECRET_WORDS & set(re.split("[_-]", name.upper()))
-             for word in HEADER_VARIABLE.sub("", text).split()]
-    return (*filled, *named)
+             for word in fill(text, {}, str, lambda variable: "").split()]
+    return (*(environ.get(variable, "") for variable in variables(text for _, text in headers)), *named)
 
 
 def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, listings: Mapping[str, McpListing],
-                      pins: Mapping[str, str]) -> Registry:
+                      pins: Mapping[str, str], definitions: Mapping[str, ToolSpec]) -> Registry:
     """The registry with the tools that the manifest lists of its servers; one that cannot be used is left out with a
     warning. Raises ConfigError (exit 12) where a required server is not there."""
     tools, warnings = dict(registry.tools), list(registry.warnings)
@@ -4237,12 +4256,13 @@ def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServer
             said = f"; its last words: {listing.last_words}" if listing.last_words else ""
             problems.append(f"the MCP server {server} is left out: {listing.problem}{said}")
         for name in () if listing.problem else entry.tools:
+            full_name = f"{server}__{name}"
             try:
-                tool, changed = server_tool(f"{server}__{name}", entry, listing.tools.get(name), servers, pins)
+                spec, pin, changed = known_definition(full_name, listing.tools.get(name), pins, definitions)
             except (ToolError, ConfigError) as error:
-                problems.append(f"the tool {server}__{name} is left out: {error.what}")
+                problems.append(f"the tool {full_name} is left out: {error.what}")
                 continue
-            tools[tool.name] = tool
+            tools[full_name] = server_tool(spec, Mcp(servers, server, name, pin), entry)
             warnings += changed
         if problems and entry.required:
             raise ConfigError(problems[0], f"{manifest.where}: mcp.{server}", code=ExitCode.MCP_MISSING)
@@ -4250,25 +4270,33 @@ def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServer
     return replace(registry, tools=tools, warnings=tuple(warnings))
 
 
-def server_tool(name: str, entry: McpEntry, found: McpDefinition | None, servers: McpServers,
-                pins: Mapping[str, str]) -> tuple[Tool, list[str]]:
-    """The Tool of a definition, and a warning where it is not the pinned one: such a tool is there to be denied.
+def with_recorded_tools(registry: Registry, manifest: Manifest, servers: McpServers, pins: Mapping[str, str],
+                        definitions: Mapping[str, ToolSpec]) -> Registry:
+    """The registry with the tools of servers as a recorded session had them."""
+    found = {name: server_tool(definitions[name], Mcp(servers, server, tool, pins[name]), entry)
+             for server, entry in manifest.mcp.items() for tool in entry.tools
+             if (name := f"{server}__{tool}") in definitions}
+    return replace(registry, tools={**registry.tools, **found})
 
-    Raises ConfigError, ToolError where nothing can be made of it."""
+
+def known_definition(name: str, found: McpDefinition | None, pins: Mapping[str, str],
+                     definitions: Mapping[str, ToolSpec]) -> tuple[ToolSpec, str, list[str]]:
+    """What the model is told of a server's tool, its pin, and a warning where that is not what the server says now:
+    such a tool is there to be denied. Raises ConfigError, ToolError where nothing can be made of it."""
     if found is None:
         raise ConfigError("the server does not offer it")
     check_value((found.description, found.schema), name)
-    server = servers.peers[name.partition("__")[0]].server
-    now = found.pin(server)
-    pinned = pins.get(name, now)
-    if pinned == now:
-        description, schema, warnings = server_words(found.description), server_schema(found.schema), []
-    else:
-        description, schema = "(changed since it was pinned: every call is denied)", {"type": "object"}
-        warnings = [f"the tool {name} has changed since it was pinned: every call is denied; its digest is now {now}"]
-    kind = Mcp(servers, server, found.name, pinned)
-    return Tool(name, description, schema, kind, entry.approval, found.name in entry.readonly,
-                timeout=duration(entry.timeout, name)), warnings
+    pinned = pins.get(name, found.pin)
+    if pinned == found.pin:
+        return ToolSpec(name, server_words(found.description), server_schema(found.schema)), pinned, []
+    changed = ToolSpec(name, "(changed since it was pinned: every call is denied)", {"type": "object"})
+    return definitions.get(name, changed), pinned, [
+        f"the tool {name} has changed since it was pinned: every call is denied; its digest is now {found.pin}"]
+
+
+def server_tool(spec: ToolSpec, kind: Mcp, entry: McpEntry) -> Tool:
+    return Tool(spec.name, spec.description, spec.parameters, kind, entry.approval, kind.tool in entry.readonly,
+                timeout=duration(entry.timeout, spec.name))
 
 
 def server_words(description: JSON) -> str:
@@ -4430,7 +4458,6 @@ KINDS = {"command": KindEntry(build_command, frozenset(("argv", "params", "schem
                             frozenset(("timeout", "readonly", "idempotent")))}
 AGENT_PROMPT = "You do one task for another assistant, with the tools you have, and answer with what you found."
 MANY_TOOLS, MANY_PARAMETERS, VAGUE = 20, 5, 12  # tools, parameters, characters of a description
-HEADER_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 MOST_WORDS = 4_000  # characters of a server's description
 MOST_PARTS = 5_000  # schemas in a server's schema, once its references are put in place
 SCHEMA_MAPS = frozenset(("properties", "dependentSchemas"))
@@ -5046,6 +5073,7 @@ class ReplayModel:
             elif isinstance(inner, CallDecided):
                 self.decisions[path + inner.call] = inner
             state = apply(state, event)
+        self.state = state
 
     def window(self) -> int:
         return self.started.options.model.context or ASSUMED_WINDOW
@@ -6319,7 +6347,7 @@ def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: St
 
     Raises ConfigError: off a terminal nothing is guessed, since whoever binds a default port would get the tools."""
     environ, entry = machine.environ, manifest.model
-    spec = flags.model or environ.get("AGENTLOOP_MODEL", "") or entry.spec
+    spec = spec_of(flags, machine, manifest)
     given = flags.url or environ.get("AGENTLOOP_URL", "")
     provider, _, name = spec.partition(":")
     if provider not in (*PROVIDERS, "replay") or not name:
@@ -6340,6 +6368,11 @@ def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: St
     url = http_url(url)
     key = key_of(options, url, machine, trusted_url=given)
     return ModelChoice(provider, name, url, calls, options, key, entry.headers, entry.query)
+
+
+def spec_of(flags: Flags, machine: Machine, manifest: Manifest) -> str:
+    """What flag, environment or manifest call the model, "" where they do not."""
+    return flags.model or machine.environ.get("AGENTLOOP_MODEL", "") or manifest.model.spec
 
 
 def choice_of(flags: Flags, machine: Machine, started: SessionStarted, entry: ModelEntry) -> ModelChoice:
@@ -7250,18 +7283,14 @@ def path_of(state: State, call: str) -> str:
 def context_of(session: Session, call: ToolCall, tool: Tool, on_start: Callable[[int, str], None]) -> ToolContext:
     parts, key = session.parts, session.state.begun[call.id].key
 
-    def secret(name: str) -> str:
-        if not parts.environ.get(name):
-            raise ToolError(f"the variable {name} is not set: the operator must give it")
-        return parts.environ[name]
-
     def unallowed(canonical: Canonical) -> str:
         granted = any(allows(grant, canonical) for grant in session.grants)
         return "" if granted or tool.runs_unasked(canonical) else f"no grant allows that ({exact_grant(canonical)})"
 
     return ToolContext(
         parts.spawn, on_start, tool_environment(parts.environ, tool.environment, key), parts.places,
-        max(0.1, min(tool.timeout, parts.deadline.left())), parts.now, key, parts.request, secret, unallowed,
+        max(0.1, min(tool.timeout, parts.deadline.left())), parts.now, key, parts.request,
+        functools.partial(given_variable, parts.environ), unallowed,
         lambda agent, task: run_agent(session, call, agent, task))
 
 
@@ -7952,36 +7981,47 @@ class Setup(Value):
     places: Places
     grants: tuple[Grant, ...]
     processes: Processes
+    only: tuple[str, ...]
     skills: Mapping[str, Skill] = field(default_factory=dict)
-    secrets: tuple[str, ...] = ()  # what the manifest sends to servers in headers
     on_deny: OnDeny | None = None
+
+    @property
+    def server_tools(self) -> list[Tool]:
+        return [tool for tool in self.registry.tools.values() if isinstance(tool.kind, Mcp)]
 
     @property
     def pins(self) -> dict[str, str]:
         """The digests of the definitions that hold for this session."""
-        return {tool.name: tool.kind.pinned for tool in self.registry.tools.values() if isinstance(tool.kind, Mcp)}
+        return {tool.name: tool.kind.pinned for tool in self.server_tools}
+
+    @property
+    def definitions(self) -> dict[str, ToolSpec]:
+        """What the model is told of the tools of servers."""
+        return {tool.name: tool.spec for tool in self.server_tools}
 
 
-def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str, deadline: Deadline,
-           pins: Mapping[str, str]) -> Setup:
-    """Raises ConfigError for whatever is wrong with tools and grants."""
-    machine, processes = asked.machine, Processes(asked.interrupts.shield)
+def set_up(asked: Invocation, manifest: Manifest, only: tuple[str, ...], cwd: str) -> Setup:
+    """All that is known before a server is started. Raises ConfigError for whatever is wrong with tools and grants."""
+    machine = asked.machine
     registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
-    registry, secrets = with_servers(asked, registry, manifest, processes, cwd, deadline, pins)
-    registry = registry.only(only)
-    skills = load_skills(asked, registry, cwd)
-    registry = registry.with_skills(skills)
     places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id, functools.cache(machine.addresses))
-    places = replace(places, skills={skill.folder: Canonical(tool.name, ScopeForm.TEXT, skill.name)
-                                     for tool in registry.tools.values() if isinstance(tool.kind, SkillBuiltin)
-                                     for skill in skills.values()})
     grants = tuple(parse_grant(text, registry.forms, places) for text in asked.flags.grants)
-    named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
-    own = [os.path.realpath(path) for path in (manifest.where, lock_path(manifest), machine.config, __file__,
-                                               *(skill.folder for skill in skills.values())) if path]
-    places = replace(places, never_read=(os.path.realpath(machine.state),),
+    return Setup(asked, manifest, registry, places, grants, Processes(asked.interrupts.shield), only, on_deny=asked.flags.on_deny)
+
+
+def equip(setup: Setup, spec: str, before: State, deadline: Deadline) -> Setup:
+    """The setup with the tools of servers, as they are pinned in a state, and with the skills. `spec` names the model."""
+    asked, machine, manifest, places = setup.asked, setup.asked.machine, setup.manifest, setup.places
+    registry = with_servers(setup, spec, before, deadline).only(setup.only)
+    skills = load_skills(asked, registry, places.cwd)
+    registry = registry.with_skills(skills)
+    folders = {skill.folder: Canonical(tool.name, ScopeForm.TEXT, skill.name)
+               for tool in registry.tools.values() if isinstance(tool.kind, SkillBuiltin) for skill in skills.values()}
+    named = [os.path.join(places.cwd, word) for grant in setup.grants for word in literal_words(grant)]
+    own = [os.path.realpath(path) for path in (manifest.where, lock_path(manifest), machine.config, __file__, *folders) if path]
+    places = replace(places, skills=folders, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
-    setup = Setup(asked, manifest, registry, places, grants, processes, skills, secrets, asked.flags.on_deny)
+    setup = replace(setup, registry=registry, places=places, skills=skills)
     if asked.flags.pinning is Pinning.DEMAND:
         refuse_drift(setup)
     return setup
@@ -8041,21 +8081,20 @@ def load_lock(manifest: Manifest) -> Lock:
     return parse_lock(text, path)
 
 
-def with_servers(asked: Invocation, registry: Registry, manifest: Manifest, processes: Processes, cwd: str,
-                 deadline: Deadline, pins: Mapping[str, str]) -> tuple[Registry, tuple[str, ...]]:
-    """The registry with the tools of the manifest's MCP servers, which are started, and the secrets sent to them.
-    A replay starts nothing."""
-    flags, environ = asked.flags, asked.machine.environ
-    wanted = {name: entry for name, entry in manifest.mcp.items()
-              if not flags.only or any(f"{name}__{tool}" in flags.only for tool in entry.tools)}
-    servers_wanted = servers_of(replace(manifest, mcp=wanted), environ, cwd)
-    if not servers_wanted or (flags.model or environ.get("AGENTLOOP_MODEL", "")).startswith("replay:"):
-        return registry, ()
-    servers = McpServers(processes, deadline)
+def with_servers(setup: Setup, spec: str, before: State, deadline: Deadline) -> Registry:
+    """The registry with the tools of the manifest's MCP servers, which are started; a replay starts nothing."""
+    asked, registry, manifest, only = setup.asked, setup.registry, setup.manifest, setup.only
+    manifest = replace(manifest, mcp={name: entry for name, entry in manifest.mcp.items()
+                                      if not only or any(f"{name}__{tool}" in only for tool in entry.tools)})
+    servers = McpServers(setup.processes, deadline)
+    if spec.startswith("replay:"):
+        return with_recorded_tools(registry, manifest, servers, before.pins, before.definitions)
+    wanted = servers_of(manifest, asked.machine.environ, setup.places.cwd)
+    if not wanted:
+        return registry
     asked.closing.callback(servers.close)
-    registry = with_server_tools(registry, replace(manifest, mcp=wanted), servers, servers.start(servers_wanted),
-                                 {**pins, **load_lock(manifest).mcp})
-    return registry, header_secrets(manifest, environ)
+    return with_server_tools(registry, manifest, servers, servers.start(wanted),
+                             {**before.pins, **load_lock(setup.manifest).mcp}, before.definitions)
 
 
 def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str, Skill]:
@@ -8086,21 +8125,23 @@ def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
     limits = limits_of(flags, manifest, Limits())
     deadline = Deadline(time.monotonic() + limits.timeout_s)
-    setup = set_up(asked, manifest, flags.only, machine.cwd, deadline, {})
+    setup = set_up(asked, manifest, flags.only, machine.cwd)
     if flags.lock:
         lock = take_lock(os.path.join(machine.state, "locks", checked_name(flags.lock, "--lock")), flags.on_overlap, deadline)
         asked.closing.callback(os.close, lock)
     data = read_stdin(flags, streams, deadline)
     task, data = (data.strip(), "") if flags.task == "-" or flags.stdin is StdinMode.TASK else (flags.task, data)
+    unfinished = unfinished_session(flags, machine, task)
+    if unfinished:
+        return go_on(replace(asked, flags=replace(flags, session=unfinished, task="", name="")))
     choice = choose_model(flags, machine, manifest, streams)
     model = open_model(choice, asked, deadline)
     if not task and isinstance(model, ReplayModel):
         task, data = model.started.task, data or model.started.data
     if not task:
         raise ConfigError("there is no task", "TASK", 'say what to do: agentloop run "why is the disk full?"')
-    unfinished = unfinished_session(flags, machine, task)
-    if unfinished:
-        return go_on(replace(asked, flags=replace(flags, session=unfinished, task="", name="")))
+    before = model.state if isinstance(model, ReplayModel) else State()
+    setup = equip(setup, f"{choice.provider}:{choice.name}", before, deadline)
     files = tuple(Attachment(name, read_file(name)) for name in flags.files)
     opening = opening_of(setup, choice, model, limits, task, data, files)
     return drive(setup, choice, model, deadline, new_journal(flags, machine, opening.session), State(), opening)
@@ -8117,7 +8158,7 @@ def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, ta
         options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
         setup.manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
         setup.places.cwd, setup.places.cwd_id, flags.name and checked_name(flags.name, "--session"),
-        setup.pins, tuple(setup.skills))
+        setup.pins, setup.definitions, tuple(setup.skills))
     if not isinstance(model, ReplayModel):
         return started
     before = model.started
@@ -8178,7 +8219,8 @@ def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
                           f"name it again if that is meant: --tools {shlex.quote(manifest.where)}")
     limits = limits_of(flags, Manifest(), state.limits)
     deadline = Deadline(time.monotonic() + limits.timeout_s)
-    setup = set_up(asked, manifest, flags.only or options.only, started.cwd, deadline, state.pins)
+    setup = equip(set_up(asked, manifest, flags.only or options.only, started.cwd), f"{started.provider}:{started.model}",
+                  state, deadline)
     if not flags.on_deny and options.on_deny:
         setup = replace(setup, on_deny=OnDeny(options.on_deny))
     settled = settlements(flags, dict(uncertain_calls(state, setup.registry)))
@@ -8186,7 +8228,7 @@ def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
         refuse_uncertain(settle(state, settled), setup.registry, lambda _, more: way_on(flags, state, journal, more))
     choice = choice_of(flags, machine, started, manifest.model)
     return drive(setup, choice, open_model(choice, asked, deadline), deadline, journal, state,
-                 SessionResumed(flags.grants, limits, flags.task, settled, setup.pins))
+                 SessionResumed(flags.grants, limits, flags.task, settled, setup.pins, setup.definitions))
 
 
 def settlements(flags: Flags, uncertain: Mapping[str, str]) -> dict[str, Settlement]:
@@ -8213,7 +8255,7 @@ def check_call(asked: Invocation) -> ExitCode:
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
     deadline = Deadline(time.monotonic() + 600)
-    setup = set_up(asked, manifest, flags.only, machine.cwd, deadline, {})
+    setup = equip(set_up(asked, manifest, flags.only, machine.cwd), spec_of(flags, machine, manifest), State(), deadline)
     text = read_stdin(replace(flags, stdin=StdinMode.TASK), streams, deadline) \
         if flags.task == "-" else flags.task
     name, _, arguments = text.partition(" ")
@@ -8253,7 +8295,8 @@ def preflight(asked: Invocation) -> ExitCode:
     """`check`: all that can be known before the first token, a line a finding. Exit 2 if a run could not work."""
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
-    setup = set_up(asked, manifest, flags.only, machine.cwd, Deadline(time.monotonic() + PREFLIGHT_WAIT), {})
+    setup = equip(set_up(asked, manifest, flags.only, machine.cwd), spec_of(flags, machine, manifest), State(),
+                  Deadline(time.monotonic() + PREFLIGHT_WAIT))
     findings = [*checked_tools(setup), *checked_model(setup)]
     if flags.pinning is Pinning.WRITE:
         findings.append(Checked(Level.OK, "pins", f"written to {write_lock(setup)}"))
@@ -8467,7 +8510,7 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
     prompter = AsRecorded(replay.decisions.get) if replay else prompter_of(flags)
     on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
     named = (choice.options.key_env, *(name for tool in setup.registry.tools.values() for name in tool.kind.secrets))
-    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key, *setup.secrets))
+    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key, *header_secrets(setup.manifest, machine.environ)))
     reaching: set[Http] = set()
 
     @contextmanager

@@ -4163,6 +4163,7 @@ MCP_ERRORS = {
     "duration": ('[mcp.a]\nargv = ["s"]\ntools = ["x"]\ntimeout = "soon"', "m.toml: mcp.a.timeout: a duration"),
     "no-url": ('[mcp.a]\nurl = "ftp://x/"\ntools = ["x"]', "m.toml: mcp.a.url: "),
     "key-in-url": ('[mcp.a]\nurl = "https://u:p@x/"\ntools = ["x"]', "m.toml: mcp.a.url: "),
+    "placeholder": ('[mcp.a]\nurl = "https://x/"\ntools = ["x"]\nheaders = {A = "{b}"}', "m.toml: mcp.a.headers: 'b' is a placeholder without"),
     "unknown-key": ('[mcp.a]\nargv = ["s"]\ntools = ["x"]\ncwd = "/"', "m.toml.mcp.a: unknown key 'cwd'"),
 }
 
@@ -4176,11 +4177,14 @@ def test_a_wrong_mcp_table_is_an_error_with_its_place(text, message):
 
 def test_a_header_is_filled_from_the_environment_and_never_with_nothing():
     entry = agentloop.McpEntry(("x",), url="https://x/", headers={"Authorization": "Bearer ${A_B}", "X": "$A_B {A_B}"})
-    assert agentloop.filled_headers(entry, {"A_B": "k"}, "m") == {"Authorization": "Bearer k", "X": "$A_B {A_B}"}
-    with pytest.raises(ConfigError, match="^m.headers: the variable A_B is not set"):
-        agentloop.filled_headers(entry, {}, "m")
     literal = agentloop.McpEntry(("x",), url="https://x/", headers={"X-Api-Key": "Bearer abcdefgh", "Accept": "application/json"})
-    assert agentloop.header_secrets(agentloop.Manifest(mcp={"a": entry, "b": literal}), {"A_B": "kkkk"}) == ("kkkk", "Bearer", "Bearer", "abcdefgh")
+    manifest = agentloop.Manifest(mcp={"a": entry, "b": literal}, where="m")
+    filled = agentloop.servers_of(manifest, {"A_B": "kkkk"}, "/")
+    assert [server.headers for server in filled] == [{"Authorization": "Bearer kkkk", "X": "$A_B {A_B}"}, literal.headers]
+    for environ in ({}, {"A_B": ""}):
+        with pytest.raises(ConfigError, match="^m: mcp.a.headers: the variable A_B is not set"):
+            agentloop.servers_of(manifest, environ, "/")
+    assert agentloop.header_secrets(manifest, {"A_B": "kkkk"}) == ("kkkk", "Bearer", "Bearer", "abcdefgh")
 
 
 OBJECT, DRAFT_2020 = {"type": "object"}, {"additionalProperties": False}
@@ -4249,10 +4253,9 @@ class Offering:
 
     def __init__(self, offered: dict):
         self.offered = offered
-        self.peers = {name: types.SimpleNamespace(server=agentloop.McpServer(name, ("s", name))) for name in offered}
 
     def listing(self, server: str) -> agentloop.McpListing:
-        return agentloop.McpListing({name: agentloop.McpDefinition(name, told["description"], schema_of(told), told.get("annotations"))
+        return agentloop.McpListing({name: agentloop.McpDefinition(["s", server], name, told["description"], schema_of(told), told.get("annotations"))
                                      for name, told in self.offered[server]["tools"].items()})
 
     def definition(self, server: str, tool: str):
@@ -4298,9 +4301,9 @@ def test_an_mcp_case_is_decided_by_the_real_kind(case, tmp_path):
     before = {"evil": {"tools": {}}, **setup["mcp"]}
     now = added_tools(changed(before, setup.get("mcp_change", {})), setup.get("mcp_add", {}))
     pinned = Offering(now if setup.get("mcp_change", {}).get("pin") else before)
-    pins = {f"files__{name}": found.pin(pinned.peers["files"].server) for name, found in pinned.listing("files").tools.items()}
+    pins = {f"files__{name}": found.pin for name, found in pinned.listing("files").tools.items()}
     servers, registry = Offering(now), agentloop.build_registry(manifest, str)
-    registry = agentloop.with_server_tools(registry, manifest, servers, {name: servers.listing(name) for name in now}, pins)
+    registry = agentloop.with_server_tools(registry, manifest, servers, {name: servers.listing(name) for name in now}, pins, {})
     servers.offered = changed(now, setup.get("mcp_change_after_start", {}))
     places = agentloop.Places(str(tmp_path), str(tmp_path), os.path.realpath)
     try:
@@ -4313,13 +4316,10 @@ def test_an_mcp_case_is_decided_by_the_real_kind(case, tmp_path):
 
 
 def test_a_pin_covers_all_that_a_server_says_of_a_tool_and_who_it_is():
-    server = agentloop.McpServer("a", ("s", "--x"))
-    one = agentloop.McpDefinition("t", "d", {"type": "object", "properties": {"b": {}, "a": {}}}, {"readOnlyHint": True})
-    same = dataclasses.replace(one, schema={"properties": {"a": {}, "b": {}}, "type": "object"})
-    assert one.pin(server) == same.pin(server)
-    others = [dataclasses.replace(one, **{name: "other"}).pin(server) for name in ("name", "description", "schema", "annotations")]
-    others += [one.pin(agentloop.McpServer("a", ("s", "--y"))), one.pin(agentloop.McpServer("a", url="https://x/"))]
-    assert len({one.pin(server), *others}) == 7
+    one = agentloop.McpDefinition(["s"], "t", "d", {"type": "object", "properties": {"b": {}, "a": {}}}, {"readOnlyHint": True})
+    assert one.pin == dataclasses.replace(one, schema={"properties": {"a": {}, "b": {}}, "type": "object"}).pin
+    others = [dataclasses.replace(one, **{known.name: "other"}).pin for known in dataclasses.fields(one)]
+    assert len({one.pin, *others}) == 6
 
 
 def with_server(home: Path, mode: str, *lines: str) -> None:
@@ -4426,6 +4426,43 @@ def test_a_session_keeps_its_pins_and_a_lock_binds(home):
     assert agentloop_run(home, "x", *flags, *MCP_GRANTS, "-q") == Ended(0, "Done.\n", "")
     (home / "tools.lock").write_text('{"mcp": {"fix__echo": 3}}')
     assert agentloop_run(home, "x", *flags).stderr.endswith("tools.lock.mcp.fix__echo: text is needed, not a whole number ('3')\n")
+
+
+@NEEDS_SDK
+def test_a_named_session_that_goes_on_starts_each_server_once(home):
+    with_server(home, "answer")
+    flags = (*script(home, call("fix__echo", text="hi"), {"text": "Done."}), "--session", "nightly", "-q")
+    assert agentloop_run(home, "x", *flags).code == 3 and (home / "started").read_text() == "answer\n"
+    assert agentloop_run(home, "x", *flags, *MCP_GRANTS) == Ended(0, "Done.\n", "")
+    assert (home / "started").read_text() == "answer\nanswer\n"
+
+
+@NEEDS_SDK
+def test_a_session_with_servers_is_replayed_without_them(home):
+    with_server(home, "answer")
+    replies = call("fix__echo", text="hi"), call("fix__change"), call("fix__echo", text="again"), call("add", a=1, b=2), {"text": "Done."}
+    first = agentloop_run(home, "x", *script(home, *replies), *MCP_GRANTS, *GRANTED, "-o", "json", "-q", "--on-deny", "tell", "--journal", "j.jsonl")
+    assert first.code == 4 and first.object["tool_counts"] == {"ok": 3, "denied": 1}
+    (home / "m.toml").write_text((home / "m.toml").read_text().replace(sys.executable, "no-such-program"))
+    (home / "started").unlink()
+    words = ("-t", "m.toml", "-q", "-o", "json", "--on-deny", "tell", "--journal")
+    for recorded, path in (("j", "again"), ("again", "thrice")):
+        ended = agentloop_run(home, "", "-m", f"replay:./{recorded}.jsonl", *words, f"{path}.jsonl")
+        assert (ended.code, ended.object["tool_counts"]) == (4, first.object["tool_counts"]), ended.stderr
+    assert not (home / "started").exists()
+    one = json.loads((home / "j.jsonl").read_text().split("\n")[0])
+    assert one["definitions"].keys() == one["pins"].keys() and one["definitions"]["fix__echo"]["description"] == "the tool echo"
+
+
+@NEEDS_SDK
+def test_a_journal_from_before_definitions_were_kept_is_resumed_by_its_pins(home):
+    with_server(home, "answer")
+    flags = script(home, call("fix__echo", text="hi"), {"text": "Done."})
+    assert agentloop_run(home, "x", *flags, "-q", "--journal", "j.jsonl").code == 3
+    first, *rest = (home / "j.jsonl").read_text().split("\n")
+    old = {key: value for key, value in json.loads(first).items() if key != "definitions"}
+    (home / "j.jsonl").write_text("\n".join((json.dumps(old), *rest)))
+    assert agentloop_run(home, "./j.jsonl", "-q", *MCP_GRANTS, command="resume") == Ended(0, "Done.\n", "")
 
 
 @NEEDS_SDK
