@@ -1833,55 +1833,59 @@ class SkillIndex(Value):
     findings: tuple[Finding, ...] = ()
 
 
-def parse_skill(text: str, folder: str, resources: Sequence[str]) -> tuple[Skill | None, tuple[Finding, ...]]:
-    """The skill that a SKILL.md says, None if it cannot be used, and the findings about it. Raises nothing."""
+def parse_skill(text: str, folder: str, resources: Sequence[str]) -> Iterator[Skill | Finding]:
+    """The skill that a SKILL.md says, unless it cannot be used, and the findings about it. Raises nothing."""
     where = f"{folder}/SKILL.md"
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    end = next((n for n, line in enumerate(lines) if n and line.rstrip() == "---"), 0)
     try:
-        end = front_matter_end(lines, where)
-        fields, findings = front_matter("".join(f"{line}\n" for line in lines[1:end]), where)
+        if lines[0].rstrip() != "---":
+            raise ConfigError("its first line must be ---, with name and description below it", f"{where}:1")
+        if not end:
+            raise ConfigError("no second line --- closes the front matter", f"{where}:1")
+        fields, tolerated = front_matter("".join(f"{line}\n" for line in lines[1:end]), where)
     except ConfigError as error:
-        return None, (Finding(error.where, one_line(error.what)),)
-    wrong = tuple(Finding(f"{where}:{line}", one_line(problem))
-                  for line, problem in itertools.islice(problems(fields, folder), MOST_FINDINGS))
-    if wrong:
-        return None, findings + wrong
-    body = "\n".join(lines[end + 1:]).strip()
-    return Skill(normal_name(fields["name"][1]), shown_description(fields["description"][1]), folder,
-                 plain(body.encode("utf-8", "replace")), tuple(sorted(resources)),
-                 hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()), findings
+        yield Finding(error.where, one_line(error.what))
+        return
+    wrong = [Finding(f"{where}:{line}", one_line(problem))
+             for line, problem in itertools.islice(problems(fields, folder), MOST_FINDINGS)]
+    yield from (*tolerated, *wrong)
+    if not wrong:
+        yield Skill(normal_name(fields["name"][1]), shown_description(fields["description"][1]), folder,
+                    plain("\n".join(lines[end + 1:]).strip().encode("utf-8", "replace")), tuple(sorted(resources)),
+                    hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
 
 
-def index_skills(found: Iterable[tuple[Skill | None, tuple[Finding, ...]]]) -> SkillIndex:
+def index_skills(found: Iterable[Skill | Finding]) -> SkillIndex:
     """The skills by name in the order found. The first of one name wins, another one is a finding."""
     skills: dict[str, Skill] = {}
     findings: list[Finding] = []
-    for skill, about in found:
-        findings += about
-        if skill and skills.setdefault(skill.name, skill).folder != skill.folder:
-            first = skills[skill.name].folder
-            findings.append(Finding(f"{skill.folder}/SKILL.md", f"not used: {first} has a skill of the same name"))
+    for one in found:
+        if isinstance(one, Finding):
+            findings.append(one)
+        elif (first := skills.setdefault(one.name, one).folder) != one.folder:
+            findings.append(Finding(f"{one.folder}/SKILL.md", f"not used: {first} has a skill of the same name"))
     return SkillIndex(skills, tuple(findings))
 
 
-def catalog(index: SkillIndex, budget: int) -> str:
+def catalog(skills: Mapping[str, Skill], budget: int) -> str:
     """Name and description of each skill for the system prompt, in at most `budget` characters.
 
     A last line counts and names those that did not fit. Empty for no skills."""
-    text, names = SKILLS_TITLE, deque(index.skills)
-    lines = [f"\n- {skill.name}: {skill.description}" for skill in index.skills.values()]
-    if not lines or len(text) > budget:
+    lines = [f"\n- {skill.name}: {skill.description}" for skill in skills.values()]
+    text, rest = SKILLS_TITLE, deque(skills)
+    if not rest or len(text) > budget:
         return ""
-    whole = sum(map(len, lines), len(text)) <= budget
+    room = budget if len(text) + sum(map(len, lines)) <= budget else budget * 3 // 4  # the rest is for the names of the others
     for line in lines:
-        if not whole and len(text) + len(line) > budget * 3 // 4:  # the rest is for the names of the others
+        if len(text) + len(line) > room:
             break
         text += line
-        names.popleft()
-    if not names:
+        rest.popleft()
+    if not rest:
         return text
-    count = f"\n… and {len(names)} more"
-    note = f"{count}: {', '.join(names)}"
+    count = f"\n… and {len(rest)} more"
+    note = f"{count}: {', '.join(rest)}"
     if len(text) + len(note) > budget:
         fitting = note[:max(0, budget - len(text) - 3)].rpartition(", ")[0]
         note = f"{fitting}, …" if fitting else count
@@ -1893,16 +1897,6 @@ def skill_text(skill: Skill) -> str:
     files = "".join(f"\n- {visible(f'{skill.folder}/{path}')}" for path in skill.resources)
     return f"{skill.body}\n\nFolder of this skill: {visible(skill.folder)}" + (
         f"\nIts files, for read_file:{files}" if files else "")
-
-
-def front_matter_end(lines: Sequence[str], where: str) -> int:
-    """The index of the line that closes the front matter. Raises ConfigError."""
-    if lines[0].rstrip() != "---":
-        raise ConfigError("its first line must be ---, with name and description below it", f"{where}:1")
-    end = next((n for n, line in enumerate(lines) if n and line.rstrip() == "---"), 0)
-    if not end:
-        raise ConfigError("no second line --- closes the front matter", f"{where}:1")
-    return end
 
 
 def front_matter(text: str, where: str) -> tuple[dict[str, tuple[int, Any]], tuple[Finding, ...]]:
@@ -1927,13 +1921,12 @@ def yaml_fields(text: str, where: str) -> dict[str, tuple[int, Any]]:
     import yaml
     if len(text) > MOST_FRONT_MATTER:
         raise ConfigError(f"the front matter is longer than {MOST_FRONT_MATTER:,} characters", f"{where}:1")
+    fields = None
     try:
-        loader, fields = yaml.SafeLoader(text), None
-        loader.get_event()
-        while loader.check_event(yaml.DocumentStartEvent):
-            loader.get_event()
-            fields = yaml_value(loader) if fields is None else ()  # of a second document nothing is read
-            loader.get_event()
+        events = yaml.parse(text, Loader=yaml.SafeLoader)
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                fields = yaml_value(next(events), events) if fields is None else ()  # of a second one nothing is taken
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         line = line_at(text, mark.index if mark else getattr(error, "position", 0))
@@ -1949,31 +1942,25 @@ def line_at(text: str, index: int) -> int:
     return text.count("\n", 0, index) + 2
 
 
-def yaml_value(loader: Any, depth: int = 0) -> Any:
-    """The next value of a YAML text: text, a list, or a dict whose values are (index of the key, value).
+def yaml_value(event: Any, events: Iterator[Any], depth: int = 0) -> Any:
+    """The value that begins with a YAML event: text, a list, or a dict whose values are (index of the key, value).
 
     Everything that is not a list or a map is text. Raises YAMLError for what could make it large or ambiguous."""
     import yaml
-    event = loader.get_event()
     if event.anchor or event.tag is not None or getattr(event, "flow_style", None) or depth > MOST_YAML_DEPTH:
         raise yaml.MarkedYAMLError(problem="an anchor, an alias, a tag, a [list] or a {map}, or too deep",
                                    problem_mark=event.start_mark)
     if isinstance(event, yaml.ScalarEvent):
         return event.value
+    inner = itertools.takewhile(lambda item: not isinstance(item, yaml.CollectionEndEvent), events)
     if isinstance(event, yaml.SequenceStartEvent):
-        items = []
-        while not loader.check_event(yaml.SequenceEndEvent):
-            items.append(yaml_value(loader, depth + 1))
-        loader.get_event()
-        return items
+        return [yaml_value(item, events, depth + 1) for item in inner]
     pairs: dict[str, tuple[int, Any]] = {}
-    while not loader.check_event(yaml.MappingEndEvent):
-        mark = loader.peek_event().start_mark
-        key = yaml_value(loader, depth + 1)
+    for item in inner:
+        key = yaml_value(item, events, depth + 1)
         if not isinstance(key, str) or key in pairs:
-            raise yaml.MarkedYAMLError(problem="a key that is no text, or is there twice", problem_mark=mark)
-        pairs[key] = (mark.index, yaml_value(loader, depth + 1))
-    loader.get_event()
+            raise yaml.MarkedYAMLError(problem="a key that is no text, or is there twice", problem_mark=item.start_mark)
+        pairs[key] = (item.start_mark.index, yaml_value(next(events), events, depth + 1))
     return pairs
 
 
@@ -2344,9 +2331,11 @@ class Http:
         waits = {"connect": limit(request.connect_s), "read": limit(request.first_byte_s), "write": limit(60.0),
                  "pool": None}
         content = None if request.body is None else json.dumps(request.body).encode()
+        headers = {"user-agent": f"agentloop/{__version__}", "accept-encoding": "identity",
+                   **({} if content is None else {"content-type": "application/json"}), **request.headers}
         try:
             url = httpx.URL(request.url, params=request.query) if request.query else httpx.URL(request.url)
-            sent = httpx.Request(request.method, url, headers=self.headers(request), content=content,
+            sent = httpx.Request(request.method, url, headers=headers, content=content,
                                  extensions={"trace": self.trace, "timeout": waits})
             if request.address:  # the host stands in the header, and in the certificate that is asked for
                 sent.url = url.copy_with(host=request.address)
@@ -2365,10 +2354,6 @@ class Http:
         for chunk in response.iter_bytes():
             self.deadline.check()
             yield chunk
-
-    def headers(self, request: HttpRequest) -> dict[str, str]:
-        return {"user-agent": f"agentloop/{__version__}", "accept-encoding": "identity",
-                **({"content-type": "application/json"} if request.body is not None else {}), **request.headers}
 
     def transport(self, request: HttpRequest) -> Any:
         """The connections to the request's scheme and host. No client above them: cookies and redirects are for
@@ -2935,76 +2920,75 @@ def read_file(path: str) -> str:
         raise ConfigError("not UTF-8 text", path) from error
 
 
-def find_skills(folders: Sequence[str]) -> Iterator[tuple[Skill | None, tuple[Finding, ...]]]:
-    """The skills in the sub-folders of each folder by name, or what keeps one from being used.
+def find_skills(folders: Sequence[str]) -> Iterator[Skill | Finding]:
+    """The skills in the sub-folders of each folder by name, and what keeps one from being used.
 
     No link below a folder is followed. A folder that does not exist yields nothing."""
     for place in map(os.path.realpath, folders):
         try:
             with os.scandir(place) as entries:
                 names = sorted(entry.name for entry in entries if entry.is_symlink() or entry.is_dir())
-            shared = writable_by_others(place)
+            if writable_by_others(place):
+                yield Finding(place, "not used: others may write it")
+                continue
         except FileNotFoundError:
             continue
         except OSError as error:
-            yield None, (Finding(place, error.strerror or str(error)),)
-            continue
-        if shared:
-            yield None, (Finding(place, "not used: others may write it"),)
+            yield Finding(place, error.strerror or str(error))
             continue
         for name in names[:MOST_SKILLS]:
             if os.path.lexists(f"{place}/{name}/SKILL.md"):
-                yield read_skill(f"{place}/{name}")
+                yield from read_skill(f"{place}/{name}")
         if len(names) > MOST_SKILLS:
-            yield None, (Finding(place, f"only the first {MOST_SKILLS:,} of {len(names):,} folders were looked at"),)
+            yield Finding(place, f"only the first {MOST_SKILLS:,} of {len(names):,} folders were looked at")
 
 
-def read_skill(folder: str) -> tuple[Skill | None, tuple[Finding, ...]]:
+def read_skill(folder: str) -> Iterator[Skill | Finding]:
     """The skill in a folder, or what keeps it from being used."""
     where = f"{folder}/SKILL.md"
-    for path in (folder, where):
-        if os.path.islink(path):
-            return None, (Finding(path, "not used: a link is not followed"),)
     try:
+        for path in (folder, where):
+            if os.path.islink(path):
+                raise ConfigError("not used: a link is not followed", path)
         with opened(folder, stat.S_ISDIR, "a folder") as directory, opened(where, stat.S_ISREG, "a file") as descriptor:
             for path, opened_path in ((folder, directory), (where, descriptor)):
                 if writable_by_others(opened_path):
-                    return None, (Finding(path, "not used: others may write it"),)
+                    raise ConfigError("not used: others may write it", path)
             with open(descriptor, "rb", closefd=False) as file:
                 data = file.read(MOST_SKILL_BYTES + 1)
         if len(data) > MOST_SKILL_BYTES:
-            return None, (Finding(where, f"not used: larger than {MOST_SKILL_BYTES // 1024} KiB"),)
-        resources, findings = list_resources(folder)
-        skill, about = parse_skill(data.decode(), folder, resources)
-        return skill, about + findings
+            raise ConfigError(f"not used: larger than {MOST_SKILL_BYTES // 1024} KiB", where)
+        resources = list(list_resources(folder))
+        yield from parse_skill(data.decode(), folder, [path for path in resources if isinstance(path, str)])
+        yield from (finding for finding in resources if isinstance(finding, Finding))
     except UnicodeDecodeError as error:
-        return None, (Finding(f"{where}:{data.count(10, 0, error.start) + 1}", "not UTF-8 text"),)
+        yield Finding(f"{where}:{data.count(10, 0, error.start) + 1}", "not UTF-8 text")
+    except ConfigError as error:
+        yield Finding(error.where, error.what)
     except (ToolError, OSError) as error:
-        return None, (Finding(where, str(error).removeprefix(f"{where}: ")),)
+        yield Finding(where, str(error).removeprefix(f"{where}: "))
 
 
-def list_resources(folder: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
+def list_resources(folder: str) -> Iterator[str | Finding]:
     """The files below scripts/, references/ and assets/, and what is not listed: links, and all past a bound."""
-    files, findings, looked = [], [], 0
-    waiting = deque(name for name in RESOURCE_FOLDERS if os.path.lexists(f"{folder}/{name}"))
+    looked, waiting = 0, deque(name for name in RESOURCE_FOLDERS if os.path.lexists(f"{folder}/{name}"))
     while waiting and looked < MOST_RESOURCES:
         path, looked = waiting.popleft(), looked + 1
         whole_path = f"{folder}/{path}"
         try:
             mode = os.lstat(whole_path).st_mode
             if stat.S_ISLNK(mode):
-                findings.append(Finding(whole_path, "not listed: a link is not followed"))
+                yield Finding(whole_path, "not listed: a link is not followed")
             elif stat.S_ISREG(mode):
-                files.append(path)
+                yield path
             elif stat.S_ISDIR(mode):
                 with opened(whole_path, stat.S_ISDIR, "a folder") as directory, os.scandir(directory) as entries:
                     some = itertools.islice(entries, MOST_RESOURCES + 1)
                     waiting.extend(f"{path}/{name}" for name in sorted(entry.name for entry in some))
         except (ToolError, OSError) as error:
-            findings.append(Finding(whole_path, str(error)))
+            yield Finding(whole_path, str(error))
     if waiting:
-        findings.append(Finding(folder, f"not all files are listed: more than {MOST_RESOURCES} files and folders"))
-    return tuple(files), tuple(findings)
+        yield Finding(folder, f"not all files are listed: more than {MOST_RESOURCES} files and folders")
 
 
 def writable_by_others(path: str | int) -> bool:
@@ -8600,7 +8584,7 @@ def system_text(setup: Setup, window: int) -> str:
     flags, skills = setup.asked.flags, setup.skills
     own = read_file(flags.system[1:]) if flags.system.startswith("@") else flags.system or SYSTEM_PROMPT
     can_activate = any(isinstance(tool.kind, SkillBuiltin) for tool in setup.registry.tools.values())
-    listed = catalog(SkillIndex(skills), window_share(window)) if can_activate else ""
+    listed = catalog(skills, window_share(window)) if can_activate else ""
     return "\n\n".join(part for part in (own, listed, *(skill_text(skills[name]) for name in flags.preloaded)) if part)
 
 

@@ -327,8 +327,10 @@ def skill_md(description: str = "What it does.", name: str = "disk-full", more: 
     return f"---\nname: {name}\ndescription: {description}\n{more}---\n{body}\n"
 
 
-def parsed_skill(text: str, folder: str = "/s/disk-full"):
-    return agentloop.parse_skill(text, folder, ("scripts/b.sh", "references/a.md"))
+def parsed_skill(text: str, folder: str = "/s/disk-full") -> tuple[agentloop.Skill | None, tuple[agentloop.Finding, ...]]:
+    """The skill, None where there is none, and the findings."""
+    index = agentloop.index_skills(agentloop.parse_skill(text, folder, ("scripts/b.sh", "references/a.md")))
+    return next(iter(index.skills.values()), None), index.findings
 
 
 LOADED = {
@@ -472,7 +474,7 @@ def test_the_reference_validator_judges_a_skill_alike(front, name):
         problems = [str(error)]
     except (AttributeError, AssertionError, OverflowError):
         return  # it breaks on the text itself
-    skill, findings = agentloop.parse_skill(text, f"/s/{name}", ())
+    skill, findings = parsed_skill(text, f"/s/{name}")
     if problems:
         assert findings and all(re.fullmatch(f"/s/{name}/SKILL[.]md:[0-9]+", finding.where) for finding in findings)
     else:
@@ -481,34 +483,33 @@ def test_the_reference_validator_judges_a_skill_alike(front, name):
         assert skill.description == " ".join(metadata["description"].split())
 
 
-def index_of(*descriptions: str) -> agentloop.SkillIndex:
-    names = [f"skill-{n}" for n in range(len(descriptions))]
-    return agentloop.index_skills(agentloop.parse_skill(skill_md(text, name), f"/s/{name}", ()) for name, text in zip(names, descriptions))
+def skills_of(*descriptions: str) -> dict[str, agentloop.Skill]:
+    return {f"skill-{n}": parsed_skill(skill_md(text, f"skill-{n}"), f"/s/skill-{n}")[0] for n, text in enumerate(descriptions)}
 
 
 def test_the_first_skill_of_a_name_wins_and_the_other_is_a_finding():
-    first, second = (agentloop.parse_skill(skill_md(), f"/{place}/disk-full", ()) for place in ("a", "b"))
-    bad = agentloop.parse_skill("", "/a/bad", ())
+    first, second = (parsed_skill(skill_md(), f"/{place}/disk-full")[0] for place in ("a", "b"))
+    bad = agentloop.Finding("/a/bad/SKILL.md:1", "no")
     index = agentloop.index_skills([bad, first, second, first])
-    assert index.skills == {"disk-full": first[0]}
-    assert index.findings == (*bad[1], agentloop.Finding("/b/disk-full/SKILL.md", "not used: /a/disk-full has a skill of the same name"))
+    assert index.skills == {"disk-full": first}
+    assert index.findings == (bad, agentloop.Finding("/b/disk-full/SKILL.md", "not used: /a/disk-full has a skill of the same name"))
 
 
 def test_the_catalog_has_a_line_for_each_skill():
-    assert agentloop.catalog(index_of("One.", "Two."), 1000).split("\n")[1:] == ["- skill-0: One.", "- skill-1: Two."]
-    assert agentloop.catalog(index_of(), 1000) == ""
+    assert agentloop.catalog(skills_of("One.", "Two."), 1000).split("\n")[1:] == ["- skill-0: One.", "- skill-1: Two."]
+    assert agentloop.catalog(skills_of(), 1000) == ""
 
 
 def test_the_catalog_names_what_does_not_fit():
-    text = agentloop.catalog(index_of(*["x" * 100] * 15), 800)
+    text = agentloop.catalog(skills_of(*["x" * 100] * 15), 800)
     assert text.count("\n- ") == 4 and text.endswith("\n… and 11 more: " + ", ".join(f"skill-{n}" for n in range(4, 15)))
-    assert agentloop.catalog(index_of(*["x" * 100] * 1000), 200).endswith("\n… and 1000 more: skill-0, skill-1, skill-2, skill-3, skill-4, skill-5, skill-6, skill-7, skill-8, …")
+    assert agentloop.catalog(skills_of(*["x" * 100] * 1000), 200).endswith("\n… and 1000 more: skill-0, skill-1, skill-2, skill-3, skill-4, skill-5, skill-6, skill-7, skill-8, …")
 
 
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(0, 3000))
 @settings(max_examples=60)
 def test_the_catalog_never_exceeds_its_budget_and_counts_every_skill(lengths, budget):
-    text = agentloop.catalog(index_of(*("x" * length for length in lengths)), budget)
+    text = agentloop.catalog(skills_of(*("x" * length for length in lengths)), budget)
     more = re.search(r"\n… and (\d+) more", text)
     assert len(text) <= budget
     if budget >= 200:
@@ -544,9 +545,8 @@ def test_the_skills_of_a_folder_are_found_by_name_with_their_files(tmp_path):
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).write_text("")
     found = list(agentloop.find_skills([str(tmp_path / "missing"), str(tmp_path)]))
-    assert [(skill.name, skill.folder, findings) for skill, findings in found] == [
-        ("a", f"{tmp_path}/a", ()), ("b", f"{tmp_path}/b", ())]
-    assert found[0][0].resources == ("assets/x", "references/deep/er.md", "scripts/run.sh")
+    assert [(skill.name, skill.folder) for skill in found] == [("a", f"{tmp_path}/a"), ("b", f"{tmp_path}/b")]
+    assert found[0].resources == ("assets/x", "references/deep/er.md", "scripts/run.sh")
 
 
 def test_no_link_is_followed_and_each_is_a_finding(tmp_path):
@@ -564,13 +564,13 @@ def test_no_link_is_followed_and_each_is_a_finding(tmp_path):
     assert found_skills(place) == (["good"], [
         ("good/scripts", f"not listed: {link}"), ("good/assets/key", f"not listed: {link}"), ("good/assets/loop", f"not listed: {link}"),
         ("leak/SKILL.md", f"not used: {link}"), ("linked", f"not used: {link}")])
-    assert [skill.resources for skill, _ in agentloop.find_skills([str(place)]) if skill] == [()]
+    assert [one.resources for one in agentloop.find_skills([str(place)]) if isinstance(one, agentloop.Skill)] == [()]
 
 
 def test_a_place_that_is_itself_a_link_is_resolved(tmp_path):
     write_skill(tmp_path / "real" / "a")
     (tmp_path / "link").symlink_to("real")
-    assert [skill.folder for skill, _ in agentloop.find_skills([str(tmp_path / "link")])] == [f"{tmp_path}/real/a"]
+    assert [skill.folder for skill in agentloop.find_skills([str(tmp_path / "link")])] == [f"{tmp_path}/real/a"]
 
 
 BAD_FILES = {
@@ -614,7 +614,7 @@ def test_the_list_of_a_skills_files_is_bounded(tmp_path):
     (write_skill(tmp_path / "a") / "scripts").mkdir()
     for n in range(300):
         (tmp_path / "a" / "scripts" / f"{n}").write_text("")
-    [(skill, [finding])] = agentloop.find_skills([str(tmp_path)])
+    [skill, finding] = agentloop.find_skills([str(tmp_path)])
     assert 150 <= len(skill.resources) <= 200 and finding.text == "not all files are listed: more than 200 files and folders"
 
 
