@@ -2474,15 +2474,6 @@ class McpDefinition(Value):
         return digest([self.place, self.name, self.description, self.schema, self.annotations])
 
 
-@value
-class McpListing(Value):
-    """What a server offers, by name, or the problem why it offers nothing, with the last words of the server."""
-
-    tools: Mapping[str, McpDefinition] = field(default_factory=dict)
-    problem: str = ""
-    last_words: str = ""
-
-
 class McpEnd(StrEnum):
     """How a request to an MCP server came to its end."""
 
@@ -2495,10 +2486,10 @@ class McpEnd(StrEnum):
 
 @value
 class McpReply(Value):
-    """What an MCP server made of one request."""
+    """What an MCP server made of one request; of a list of tools, `result` has the McpDefinition of each by name."""
 
     end: McpEnd
-    result: Mapping[str, JSON] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     last_words: str = ""  # of a server that is gone
 
@@ -2514,37 +2505,19 @@ class McpServers:
         self.loop: Any = None
         self.stopped: Any = None
 
-    def start(self, servers: Sequence[McpServer]) -> dict[str, McpListing]:
+    def start(self, servers: Sequence[McpServer]) -> dict[str, McpReply]:
         """Starts all side by side; what each offers, once all have answered or had their time."""
         problem = sdk_problem()
         if problem:
-            return {server.name: McpListing(problem=problem) for server in servers}
-        self.processes.prepare()
-        listings = {}
-        for server in servers:  # they come up while the SDK is imported
-            try:
-                self.begin(server)
-            except OSError as error:
-                listings[server.name] = McpListing(problem=f"cannot start {server.argv[0]}: {error.strerror}")
+            return {server.name: McpReply(McpEnd.GONE, problem=problem) for server in servers}
         import asyncio
         import logging
         logging.getLogger().addHandler(logging.NullHandler())  # what the SDK and the loop dislike is said elsewhere
+        self.processes.prepare()
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(lambda loop, context: None)
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        listings |= self.wait(self.open())
-        self.end([name for name in self.peers if listings[name].problem])
-        return listings
-
-    def begin(self, server: McpServer) -> None:
-        child = None
-        if server.argv:
-            with self.processes.shield():
-                child = subprocess.Popen(
-                    server.argv, env=dict(server.environment), cwd=server.cwd, bufsize=0, start_new_session=True,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                self.processes.began(child.pid)
-        self.peers[server.name] = McpPeer(server, child)
+        return self.wait(self.open(servers))
 
     def definition(self, server: str, tool: str) -> McpDefinition | None:
         """What the server says of a tool at this moment. Raises ToolError when it does not answer."""
@@ -2553,11 +2526,17 @@ class McpServers:
         listing = self.wait(self.listing(self.peers[server], self.limit(LISTING)))
         if listing.problem:
             raise ToolError(listing.problem, f"the MCP server {server}")
-        return listing.tools.get(tool)
+        return listing.result.get(tool)
 
     def call(self, server: str, tool: str, arguments: JSON, timeout: float) -> McpReply:
         """One call of a tool, to its end or to `timeout` seconds."""
         return self.wait(self.asked(self.peers[server], "tools/call", {"name": tool, "arguments": arguments}, timeout))
+
+    def close(self) -> None:
+        """Ends every server, side by side. What would outlast this the guard of the processes ends."""
+        if self.loop is not None:
+            self.wait(self.farewell())
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
     def wait(self, work: Any) -> Any:
         """The result of a coroutine that runs in the loop's thread; it is cancelled when this thread is stopped."""
@@ -2571,37 +2550,42 @@ class McpServers:
     def limit(self, seconds: float) -> float:
         return max(0.1, min(seconds, self.deadline.left()))
 
-    async def open(self) -> dict[str, McpListing]:
+    async def open(self, servers: Sequence[McpServer]) -> dict[str, McpReply]:
         import asyncio
         self.stopped = self.loop.create_future()
         self.loop.add_reader(self.processes.stopped, self.stop)
-        for peer in self.peers.values():
-            peer.task = asyncio.ensure_future(peer.serve())
-        return dict(zip(self.peers, await asyncio.gather(*map(self.opened, self.peers.values()))))
-
-    async def opened(self, peer: McpPeer) -> McpListing:
-        """What a server offers once it has come up."""
-        import asyncio
-        timeout, ready = self.limit(peer.server.start_s), asyncio.ensure_future(peer.ready.wait())
-        until = self.loop.time() + timeout
-        await asyncio.wait({peer.task, ready, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if peer.ready.is_set():
-            return await self.listing(peer, max(0.1, until - self.loop.time()))
-        problem = peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s"
-        peer.task.cancel()
-        return McpListing({}, problem, peer.last_words)
+        return {server.name: listing for server, listing in zip(servers, await asyncio.gather(*map(self.opened, servers)))}
 
     def stop(self) -> None:
         self.loop.remove_reader(self.processes.stopped)
         self.stopped.set_result(None)
 
-    async def listing(self, peer: McpPeer, timeout: float) -> McpListing:
+    async def opened(self, server: McpServer) -> McpReply:
+        """What a server offers once it has come up; one that does not is ended."""
+        import asyncio
+        try:
+            peer = self.peers[server.name] = McpPeer(server, self.processes)
+        except OSError as error:
+            return McpReply(McpEnd.GONE, problem=f"cannot start {server.argv[0]}: {error.strerror}")
+        timeout = self.limit(server.start_s)
+        until = self.loop.time() + timeout
+        await asyncio.wait({peer.task, peer.session, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if peer.session.done():
+            listing = await self.listing(peer, max(0.1, until - self.loop.time()))
+        else:
+            problem = peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s"
+            listing = McpReply(McpEnd.GONE, {}, problem, peer.last_words)
+        if listing.problem:
+            peer.task.cancel()
+            await peer.farewell()
+        return listing
+
+    async def listing(self, peer: McpPeer, timeout: float) -> McpReply:
         tools, cursor, until = {}, {}, self.loop.time() + timeout
         for _ in range(MOST_PAGES):
             reply = await self.asked(peer, "tools/list", cursor, until - self.loop.time())
             if reply.end is not McpEnd.ANSWERED:
-                return McpListing({}, reply.problem, reply.last_words)
+                return reply
             told = reply.result.get("tools")
             for item in told if isinstance(told, list) else ():
                 if isinstance(item, dict) and isinstance(item.get("name"), str):
@@ -2609,15 +2593,15 @@ class McpServers:
                         list(peer.server.argv) or peer.server.url, item["name"], item.get("description"),
                         item.get("inputSchema"), item.get("annotations"))
             if not isinstance(reply.result.get("nextCursor"), str):
-                return McpListing(tools)
+                return replace(reply, result=tools)
             cursor = {"cursor": reply.result["nextCursor"]}
-        return McpListing(problem="its list of tools has no end")
+        return McpReply(McpEnd.REFUSED, problem="its list of tools has no end")
 
     async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> McpReply:
         """Sends one request; waits until it is answered, the time is over, the run is stopped or the server gone."""
         import asyncio
-        if peer.session is None or peer.finish.is_set() or peer.task.done():
-            return await self.lost(peer)
+        if peer.finish.is_set() or peer.task.done():
+            return await peer.lost()
         asking = asyncio.ensure_future(peer.request(method, params))
         try:
             await asyncio.wait({asking, peer.task, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -2627,7 +2611,7 @@ class McpServers:
             if refused and not peer.finish.is_set():
                 return McpReply(McpEnd.REFUSED, problem=f"it refused: {refused.message}")
             if asking.done() or peer.task.done():
-                return await self.lost(peer)
+                return await peer.lost()
             if self.stopped.done():
                 return McpReply(McpEnd.STOPPED, problem="ended because the run was stopped")
             return McpReply(McpEnd.TIMED_OUT, problem=f"no answer within {timeout:.3g}s")
@@ -2635,48 +2619,26 @@ class McpServers:
             asking.cancel()
             await asyncio.wait({asking}, timeout=PIPE_GRACE)
 
-    async def lost(self, peer: McpPeer) -> McpReply:
-        """What is said of a server that is gone, once its last words and its exit code are there."""
-        import asyncio
-        await asyncio.wait({peer.task}, timeout=3 * PIPE_GRACE)
-        return McpReply(McpEnd.GONE, {}, peer.gone(), peer.last_words)
-
-    def close(self) -> None:
-        """Ends every server, side by side. What would outlast this the guard of the processes ends."""
-        if self.loop is not None:
-            self.wait(self.farewell())
-            self.loop.call_soon_threadsafe(self.loop.stop)
-        self.end(list(self.peers))
-
     async def farewell(self) -> None:
         import asyncio
-        for peer in self.peers.values():
-            peer.finish.set()
-        tasks = {peer.task for peer in self.peers.values() if peer.task}
-        if tasks:
-            await asyncio.wait(tasks, timeout=FAREWELL)
-
-    def end(self, names: Sequence[str]) -> None:
-        children = [child for name in names if (child := self.peers[name].child) and child.pid in self.processes.groups]
-        ending = [threading.Thread(target=end_server, args=(child,)) for child in children]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
-        for child in children:
-            self.processes.ended(child.pid)
+        await asyncio.gather(*(peer.farewell() for peer in self.peers.values()))
 
 
 class McpPeer:
-    """One MCP server while it runs. But for its process, all of it belongs to the loop's thread."""
+    """One MCP server while it runs. All of it belongs to the loop's thread, where no signal is raised: its process is
+    in the list of those to end as soon as it is there. Raises OSError where it cannot be started."""
 
-    def __init__(self, server: McpServer, child: Any):
+    def __init__(self, server: McpServer, processes: Processes):
         import asyncio
-        self.server, self.child = server, child
-        self.ready, self.finish = asyncio.Event(), asyncio.Event()
-        self.session: Any = None
-        self.task: Any = None
-        self.kept = b""
+        self.server, self.processes, self.child, self.kept = server, processes, None, b""
+        if server.argv:
+            self.child = subprocess.Popen(
+                server.argv, env=dict(server.environment), cwd=server.cwd, bufsize=0, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            processes.began(self.child.pid)
+        self.session = asyncio.get_running_loop().create_future()  # the SDK's, once the two have shaken hands
+        self.finish = asyncio.Event()
+        self.task = asyncio.ensure_future(self.serve())
 
     async def serve(self) -> None:
         """Speaks with the server from the handshake to `finish`."""
@@ -2686,26 +2648,41 @@ class McpPeer:
         async with (self.piped() if self.child else self.posted()) as (read, write):
             async with mcp.ClientSession(read, write, client_info=known_as) as session:
                 await session.initialize()
-                self.session = session
-                self.ready.set()
+                self.session.set_result(session)
                 await self.finish.wait()
+
+    async def farewell(self) -> None:
+        """Ends the session, then what is left of the processes. With its stdin closed, a server may end by itself."""
+        import asyncio
+        self.finish.set()
+        await asyncio.wait({self.task}, timeout=FAREWELL)
+        if self.child and self.child.pid in self.processes.groups:
+            await self.exited(TERM_GRACE)
+            await asyncio.to_thread(end_group, self.child)
+            self.processes.ended(self.child.pid)
+
+    async def exited(self, grace: float) -> None:
+        """Waits for the end of the process, `grace` seconds at most."""
+        import asyncio
+        for _ in range(round(grace * 100)):
+            if self.child.poll() is not None:
+                return
+            await asyncio.sleep(0.01)
 
     async def request(self, method: str, params: JSON) -> Mapping[str, JSON]:
         """The result of one request as it came: the SDK's own check of results could fetch what a schema names."""
         import asyncio
 
         from mcp import types
-        kinds = {"tools/list": (types.ListToolsRequest, types.PaginatedRequestParams),
-                 "tools/call": (types.CallToolRequest, types.CallToolRequestParams)}
-        kind, kind_of_params = kinds[method]
-        number = self.session._request_id  # it gets this one; the SDK does not say so, nor cancel by itself
+        session = self.session.result()
+        number = session._request_id  # it gets this one; the SDK does not say so, nor cancel by itself
         try:
-            request = types.ClientRequest(kind(params=kind_of_params(**params)))
-            return (await self.session.send_request(request, types.Result)).model_extra
+            request = types.Request[dict[str, Any], str](method=method, params=params)
+            return (await session.send_request(request, types.Result)).model_extra
         except asyncio.CancelledError:
-            told = types.CancelledNotificationParams(requestId=number, reason="no longer waited for")
-            notification = types.ClientNotification(types.CancelledNotification(params=told))
-            await self.session.send_notification(notification)
+            told = {"requestId": number, "reason": "no longer waited for"}
+            await session.send_notification(
+                types.Notification[dict[str, Any], str](method="notifications/cancelled", params=told))
             raise
 
     @contextlib.asynccontextmanager
@@ -2727,8 +2704,7 @@ class McpPeer:
         import anyio
         heard, read = anyio.create_memory_object_stream(0)
         write, said = anyio.create_memory_object_stream(0)
-        loop = asyncio.get_running_loop()
-        pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.child.stdin)
+        pipe, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, self.child.stdin)
         pumps = [asyncio.ensure_future(work) for work in (self.hear(heard), self.say(said, pipe), self.overhear())]
         try:
             yield read, write
@@ -2737,9 +2713,7 @@ class McpPeer:
             await asyncio.wait(pumps, timeout=PIPE_GRACE)
             for pump in pumps:
                 pump.cancel()
-            until = loop.time() + PIPE_GRACE
-            while self.child.poll() is None and loop.time() < until:  # its pipes end a moment before it does
-                await asyncio.sleep(0.01)
+            await self.exited(PIPE_GRACE)  # its pipes end a moment before it does
 
     async def hear(self, heard: Any) -> None:
         """Hands on the messages of the server; any other line that it prints is kept as its words."""
@@ -2770,6 +2744,12 @@ class McpPeer:
     def keep(self, words: bytes) -> None:
         self.kept = (self.kept + words)[-LAST_WORDS:]
 
+    async def lost(self) -> McpReply:
+        """What is said of a server that is gone, once its last words and its exit code are there."""
+        import asyncio
+        await asyncio.wait({self.task}, timeout=3 * PIPE_GRACE)
+        return McpReply(McpEnd.GONE, {}, self.gone(), self.last_words)
+
     @property
     def last_words(self) -> str:
         """What it printed last beside its messages."""
@@ -2777,7 +2757,7 @@ class McpPeer:
 
     def gone(self) -> str:
         """What is known of a server that is no longer there."""
-        error = self.task.exception() if self.task and self.task.done() and not self.task.cancelled() else None
+        error = self.task.exception() if self.task.done() and not self.task.cancelled() else None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         code = self.child.poll() if self.child else None
@@ -2794,13 +2774,6 @@ async def reader_of(pipe: Any) -> Any:
     reader = asyncio.StreamReader(limit=MOST_MESSAGE)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader
-
-
-def end_server(child: subprocess.Popen) -> None:
-    """Ends a server whose stdin is closed: it may end by itself within a grace, else its whole group is ended."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(TERM_GRACE)
-    end_group(child)
 
 
 def sdk_problem() -> str:
@@ -4229,7 +4202,7 @@ def header_secrets(manifest: Manifest, environ: Mapping[str, str]) -> tuple[str,
     return (*(environ.get(variable, "") for variable in variables(text for _, text in headers)), *named)
 
 
-def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, listings: Mapping[str, McpListing],
+def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, listings: Mapping[str, McpReply],
                       pins: Mapping[str, str], definitions: Mapping[str, ToolSpec]) -> Registry:
     """The registry with the tools that the manifest lists of its servers; one that cannot be used is left out with a
     warning. Raises ConfigError (exit 12) where a required server is not there."""
@@ -4242,7 +4215,7 @@ def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServer
         for name in () if listing.problem else entry.tools:
             full_name = f"{server}__{name}"
             try:
-                spec, pin, changed = known_definition(full_name, listing.tools.get(name), pins, definitions)
+                spec, pin, changed = known_definition(full_name, listing.result.get(name), pins, definitions)
             except (ToolError, ConfigError) as error:
                 problems.append(f"the tool {full_name} is left out: {error.what}")
                 continue
