@@ -2576,7 +2576,6 @@ class McpServers:
             problem = peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s"
             listing = McpReply(McpEnd.GONE, {}, problem, peer.last_words)
         if listing.problem:
-            peer.task.cancel()
             await peer.farewell()
         return listing
 
@@ -2655,6 +2654,8 @@ class McpPeer:
         """Ends the session, then what is left of the processes. With its stdin closed, a server may end by itself."""
         import asyncio
         self.finish.set()
+        if not self.session.done():  # the handshake is not waited for
+            self.task.cancel()
         await asyncio.wait({self.task}, timeout=FAREWELL)
         if self.child and self.child.pid in self.processes.groups:
             await self.exited(TERM_GRACE)
