@@ -2401,7 +2401,8 @@ def open_transport(scheme: str, proxied_host: str, ca_file: str, server_name: st
     """An httpx transport; through the environment's proxy for `proxied_host`, through none where that is "". The
     certificate is that of `server_name`, or of the host in the URL where that is ""."""
     httpx = import_httpx()
-    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file, server_name), proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
+    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file, server_name),
+                               proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
                                limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle ones after five seconds
 
 
@@ -2474,24 +2475,12 @@ class McpDefinition(Value):
         return digest([self.place, self.name, self.description, self.schema, self.annotations])
 
 
-class McpEnd(StrEnum):
-    """How a request to an MCP server came to its end."""
+class McpFailure(ToolError):
+    """What came of a request to an MCP server in place of an answer, with the last words of one that is gone."""
 
-    ANSWERED = "answered"
-    REFUSED = "refused"
-    TIMED_OUT = "timed out"
-    STOPPED = "stopped"
-    GONE = "gone"
-
-
-@value
-class McpReply(Value):
-    """What an MCP server made of one request; of a list of tools, `result` has the McpDefinition of each by name."""
-
-    end: McpEnd
-    result: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    last_words: str = ""  # of a server that is gone
+    def __init__(self, what: str, server: str, effect: str = "", status: ToolStatus = ToolStatus.FAILED, last_words: str = ""):
+        super().__init__(what, f"the MCP server {server}", effect)
+        self.status, self.last_words = status, last_words
 
 
 class McpServers:
@@ -2505,11 +2494,11 @@ class McpServers:
         self.loop: Any = None
         self.stopped: Any = None
 
-    def start(self, servers: Sequence[McpServer]) -> dict[str, McpReply]:
+    def start(self, servers: Sequence[McpServer]) -> dict[str, McpOffer]:
         """Starts all side by side; what each offers, once all have answered or had their time."""
         problem = sdk_problem()
         if problem:
-            return {server.name: McpReply(McpEnd.GONE, problem=problem) for server in servers}
+            return {server.name: McpFailure(problem, server.name) for server in servers}
         import asyncio
         import logging
         logging.getLogger().addHandler(logging.NullHandler())  # what the SDK and the loop dislike is said elsewhere
@@ -2520,16 +2509,13 @@ class McpServers:
         return self.wait(self.open(servers))
 
     def definition(self, server: str, tool: str) -> McpDefinition | None:
-        """What the server says of a tool at this moment. Raises ToolError when it does not answer."""
+        """What the server says of a tool at this moment. Raises McpFailure when it does not answer."""
         if server not in self.peers:
-            raise ToolError("it was not started", f"the MCP server {server}")
-        listing = self.wait(self.listing(self.peers[server], self.limit(LISTING)))
-        if listing.problem:
-            raise ToolError(listing.problem, f"the MCP server {server}")
-        return listing.result.get(tool)
+            raise McpFailure("it was not started", server)
+        return self.wait(self.listing(self.peers[server], self.limit(LISTING))).get(tool)
 
-    def call(self, server: str, tool: str, arguments: JSON, timeout: float) -> McpReply:
-        """One call of a tool, to its end or to `timeout` seconds."""
+    def call(self, server: str, tool: str, arguments: JSON, timeout: float) -> Mapping[str, JSON]:
+        """The result of one call of a tool, awaited `timeout` seconds at most. Raises McpFailure."""
         return self.wait(self.asked(self.peers[server], "tools/call", {"name": tool, "arguments": arguments}, timeout))
 
     def close(self) -> None:
@@ -2550,70 +2536,73 @@ class McpServers:
     def limit(self, seconds: float) -> float:
         return max(0.1, min(seconds, self.deadline.left()))
 
-    async def open(self, servers: Sequence[McpServer]) -> dict[str, McpReply]:
+    async def open(self, servers: Sequence[McpServer]) -> dict[str, McpOffer]:
         import asyncio
         self.stopped = self.loop.create_future()
         self.loop.add_reader(self.processes.stopped, self.stop)
-        return {server.name: listing for server, listing in zip(servers, await asyncio.gather(*map(self.opened, servers)))}
+        return dict(zip([server.name for server in servers], await asyncio.gather(*map(self.opened, servers))))
 
     def stop(self) -> None:
         self.loop.remove_reader(self.processes.stopped)
         self.stopped.set_result(None)
 
-    async def opened(self, server: McpServer) -> McpReply:
+    async def opened(self, server: McpServer) -> McpOffer:
         """What a server offers once it has come up; one that does not is ended."""
         import asyncio
         try:
             peer = self.peers[server.name] = McpPeer(server, self.processes)
         except OSError as error:
-            return McpReply(McpEnd.GONE, problem=f"cannot start {server.argv[0]}: {error.strerror}")
+            return McpFailure(f"cannot start {server.argv[0]}: {error.strerror}", server.name)
         timeout = self.limit(server.start_s)
         until = self.loop.time() + timeout
         await asyncio.wait({peer.task, peer.session, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if peer.session.done():
-            listing = await self.listing(peer, max(0.1, until - self.loop.time()))
-        else:
-            problem = peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s"
-            listing = McpReply(McpEnd.GONE, {}, problem, peer.last_words)
-        if listing.problem:
+        try:
+            if not peer.session.done():
+                raise McpFailure(peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s", server.name,
+                                 last_words=peer.last_words)
+            return await self.listing(peer, max(0.1, until - self.loop.time()))
+        except McpFailure as failure:
             await peer.farewell()
-        return listing
+            return failure
 
-    async def listing(self, peer: McpPeer, timeout: float) -> McpReply:
+    async def listing(self, peer: McpPeer, timeout: float) -> dict[str, McpDefinition]:
+        """The tools that a server offers, by name. Raises McpFailure."""
         tools, cursor, until = {}, {}, self.loop.time() + timeout
         for _ in range(MOST_PAGES):
-            reply = await self.asked(peer, "tools/list", cursor, until - self.loop.time())
-            if reply.end is not McpEnd.ANSWERED:
-                return reply
-            told = reply.result.get("tools")
+            page = await self.asked(peer, "tools/list", cursor, until - self.loop.time())
+            told = page.get("tools")
             for item in told if isinstance(told, list) else ():
                 if isinstance(item, dict) and isinstance(item.get("name"), str):
                     tools[item["name"]] = McpDefinition(
                         list(peer.server.argv) or peer.server.url, item["name"], item.get("description"),
                         item.get("inputSchema"), item.get("annotations"))
-            if not isinstance(reply.result.get("nextCursor"), str):
-                return replace(reply, result=tools)
-            cursor = {"cursor": reply.result["nextCursor"]}
-        return McpReply(McpEnd.REFUSED, problem="its list of tools has no end")
+            if not isinstance(page.get("nextCursor"), str):
+                return tools
+            cursor = {"cursor": page["nextCursor"]}
+        raise McpFailure("its list of tools has no end", peer.server.name)
 
-    async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> McpReply:
-        """Sends one request; waits until it is answered, the time is over, the run is stopped or the server gone."""
+    async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> Mapping[str, JSON]:
+        """The result of one request. Raises McpFailure where it is refused, the time is over, the run is stopped or the
+        server gone; after a call, what it did is not known then."""
         import asyncio
+        name, effect, status = peer.server.name, "", ToolStatus.FAILED
+        if method == "tools/call":
+            effect, status = "what it did until then is not known", ToolStatus.TIMEOUT
         if peer.finish.is_set() or peer.task.done():
-            return await peer.lost()
+            raise await peer.lost(effect)
         asking = asyncio.ensure_future(peer.request(method, params))
         try:
             await asyncio.wait({asking, peer.task, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and not asking.exception():
-                return McpReply(McpEnd.ANSWERED, asking.result())
+                return asking.result()
             refused = getattr(asking.exception(), "error", None) if asking.done() else None  # the SDK's own have it
             if refused and not peer.finish.is_set():
-                return McpReply(McpEnd.REFUSED, problem=f"it refused: {refused.message}")
+                raise McpFailure(f"it refused: {refused.message}", name)
             if asking.done() or peer.task.done():
-                return await peer.lost()
+                raise await peer.lost(effect)
             if self.stopped.done():
-                return McpReply(McpEnd.STOPPED, problem="ended because the run was stopped")
-            return McpReply(McpEnd.TIMED_OUT, problem=f"no answer within {timeout:.3g}s")
+                raise McpFailure("ended because the run was stopped", name, effect, status)
+            raise McpFailure(f"no answer within {timeout:.3g}s", name, effect, status)
         finally:
             asking.cancel()
             await asyncio.wait({asking}, timeout=PIPE_GRACE)
@@ -2745,11 +2734,11 @@ class McpPeer:
     def keep(self, words: bytes) -> None:
         self.kept = (self.kept + words)[-LAST_WORDS:]
 
-    async def lost(self) -> McpReply:
+    async def lost(self, effect: str) -> McpFailure:
         """What is said of a server that is gone, once its last words and its exit code are there."""
         import asyncio
         await asyncio.wait({self.task}, timeout=3 * PIPE_GRACE)
-        return McpReply(McpEnd.GONE, {}, self.gone(), self.last_words)
+        return McpFailure(self.gone(), self.server.name, effect, last_words=self.last_words)
 
     @property
     def last_words(self) -> str:
@@ -2984,6 +2973,7 @@ def is_own_group(uid: int, gid: int) -> bool:
     return owner.pw_gid == gid and set(group.gr_mem) <= {owner.pw_name}
 
 
+McpOffer = Mapping[str, McpDefinition] | McpFailure  # what a server offers, by name, or why it offers nothing
 RESOURCE_FOLDERS = ("scripts", "references", "assets")
 MOST_SKILLS = 1000  # folders looked at in one place
 MOST_SKILL_BYTES = 256 * 1024
@@ -3499,13 +3489,11 @@ class Mcp(Kind):
         changed = self.changed()  # a person may have taken a while to answer
         if changed:
             raise ToolError(changed)
-        reply = self.servers.call(self.server, self.tool, arguments, context.timeout)
-        if reply.end is McpEnd.ANSWERED:
-            status = ToolStatus.FAILED if reply.result.get("isError") else ToolStatus.OK
-            return ToolOutput(status, whole(result_text(reply.result)))
-        known = "" if reply.end is McpEnd.REFUSED else "; what it did until then is not known"
-        note = f"the MCP server {self.server}: {reply.problem}{known}"
-        return ToolOutput(MCP_STATUS[reply.end], whole(reply.last_words), note)
+        try:
+            result = self.servers.call(self.server, self.tool, arguments, context.timeout)
+        except McpFailure as failure:
+            return ToolOutput(failure.status, whole(failure.last_words), str(failure))
+        return ToolOutput(ToolStatus.FAILED if result.get("isError") else ToolStatus.OK, whole(result_text(result)))
 
 
 def result_text(result: Mapping[str, JSON]) -> str:
@@ -3780,8 +3768,6 @@ CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_
 NEVER_PROMPT = {"GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PAGER": "cat",
                 "SYSTEMD_PAGER": "", "SSH_ASKPASS_REQUIRE": "never", "GIT_PAGER": "cat"}
 PATH_PARAMETER = {"type": "string", "minLength": 1}
-MCP_STATUS = {McpEnd.REFUSED: ToolStatus.FAILED, McpEnd.TIMED_OUT: ToolStatus.TIMEOUT,
-              McpEnd.STOPPED: ToolStatus.TIMEOUT, McpEnd.GONE: ToolStatus.FAILED}
 
 
 @value
@@ -3991,7 +3977,7 @@ def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]
             raise ConfigError(f"kind {entry.kind!r} is none of {', '.join(KINDS)}", where)
         tool = build_tool(name, entry, manifest, where)
         forms[name] = tool.kind.form
-        missing = missing_program(tool, find_program)
+        missing = next((program for program in needed_programs(tool.kind) if find_program(program) is None), None)
         if missing and entry.required:
             raise ConfigError(f"the program {missing!r} is not on this machine", where)
         if missing:
@@ -4058,9 +4044,7 @@ def build_builtin(name: str, entry: Entry, prefix: tuple[str, ...], where: str) 
         if not isinstance(kind, PathBuiltin):
             raise ConfigError("only a file tool has roots", f"{where}.roots")
         kind = replace(kind, roots=entry.roots)
-    schema = {"type": "object", "properties": dict(builtin.properties), "required": list(builtin.required),
-              "additionalProperties": False}
-    return kind, entry.description or builtin.description, schema
+    return kind, entry.description or builtin.description, object_schema(dict(builtin.properties), builtin.required)
 
 
 def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[HttpTool, str, JSON]:
@@ -4086,9 +4070,8 @@ def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> 
 def build_agent(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Agent, str, JSON]:
     if not entry.tools or entry.max_turns < 1:
         raise ConfigError("tools = [\"…\"] and max_turns from 1 on are needed", where)
-    schema = {"type": "object", "properties": {"task": {"type": "string", "minLength": 1, "description": "what to find out or do"}},
-              "required": ["task"], "additionalProperties": False}
-    return Agent(entry.system or AGENT_PROMPT, entry.tools, entry.max_turns), entry.description, schema
+    task = {"type": "string", "minLength": 1, "description": "what to find out or do"}
+    return Agent(entry.system or AGENT_PROMPT, entry.tools, entry.max_turns), entry.description, object_schema({"task": task}, ["task"])
 
 
 def check_parameters(used: set[str], schema: JSON, where: str) -> None:
@@ -4100,9 +4083,11 @@ def check_parameters(used: set[str], schema: JSON, where: str) -> None:
 
 
 def parameters_schema(entry: Entry, where: str) -> JSON:
-    """The JSON Schema of a tool's arguments: nothing undeclared, text not empty unless declared so."""
+    """The JSON Schema of a tool's arguments: nothing undeclared, text not empty unless declared so. Raises ConfigError."""
     if entry.schema is not None:
-        return closed_schema(entry.schema, f"{where}.schema")
+        if not isinstance(entry.schema, dict) or entry.schema.get("type") != "object":
+            raise ConfigError('a JSON Schema with type = "object" is needed', f"{where}.schema")
+        return checked_schema(entry.schema, f"{where}.schema")
     properties, required = {}, []
     for name, parameter in entry.params.items():
         if not isinstance(parameter, dict) or not isinstance(parameter.get("type"), str):
@@ -4113,15 +4098,11 @@ def parameters_schema(entry: Entry, where: str) -> JSON:
         properties[name] = told
         if "default" not in told and not parameter.get("optional"):
             required.append(name)
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return closed_schema(schema, f"{where}.params")
+    return checked_schema(object_schema(properties, required), f"{where}.params")
 
 
-def closed_schema(schema: JSON, where: str) -> JSON:
-    """The schema of a tool's arguments, checked. Raises ConfigError."""
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        raise ConfigError('a JSON Schema with type = "object" is needed', where)
-    return checked_schema(schema, where)
+def object_schema(properties: JSON, required: Sequence[str]) -> JSON:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
 def checked_schema(schema: JSON, where: str) -> JSON:
@@ -4156,28 +4137,23 @@ def references(value: JSON) -> Iterator[JSON]:
 
 def check_server(name: str, entry: McpEntry, where: str) -> None:
     """Raises ConfigError for an [mcp.SERVER] table that cannot be meant."""
-    if not TOOL_NAME.fullmatch(name) or "__" in name:
-        raise ConfigError("a server's name has letters, digits, - and _, no __", where)
-    if bool(entry.argv) == bool(entry.url):
-        raise ConfigError("either argv or url is needed", where)
+    for wrong, key, what in (
+            (not TOOL_NAME.fullmatch(name) or "__" in name, "", "a server's name has letters, digits, - and _, no __"),
+            (bool(entry.argv) == bool(entry.url), "", "either argv or url is needed"),
+            (entry.headers and not entry.url, ".headers", "only a server with url has headers"),
+            (entry.env and not entry.argv, ".env", "only a server with argv has env"),
+            (not entry.tools, ".tools", "the names of the tools that may be used are needed"),
+            *((not TOOL_NAME.fullmatch(f"{name}__{tool}"), ".tools",
+               f"{tool!r}: a tool's name has letters, digits, - and _, at most 64 with {name}__") for tool in entry.tools),
+            *((tool not in entry.tools, ".readonly", f"{tool!r} is none of its tools") for tool in entry.readonly)):
+        if wrong:
+            raise ConfigError(what, where + key)
     if entry.url:
         try:
             parse_url(entry.url)
         except ToolError as error:
             raise ConfigError(str(error), f"{where}.url") from error
-    for key, needed in (("headers", "url"), ("env", "argv")):
-        if getattr(entry, key) and not getattr(entry, needed):
-            raise ConfigError(f"only a server with {needed} has {key}", f"{where}.{key}")
     check_parameters({name for text in entry.headers.values() for name in placeholders(text)}, {}, f"{where}.headers")
-    if not entry.tools:
-        raise ConfigError("the names of the tools that may be used are needed", f"{where}.tools")
-    for tool in entry.tools:
-        if not TOOL_NAME.fullmatch(f"{name}__{tool}"):
-            raise ConfigError(f"{tool!r}: a tool's name has letters, digits, - and _, at most 64 with {name}__",
-                              f"{where}.tools")
-    for tool in entry.readonly:
-        if tool not in entry.tools:
-            raise ConfigError(f"{tool!r} is none of its tools", f"{where}.readonly")
     for key in ("timeout", "start_timeout"):
         duration(getattr(entry, key), f"{where}.{key}")
 
@@ -4203,25 +4179,26 @@ def header_secrets(manifest: Manifest, environ: Mapping[str, str]) -> tuple[str,
     return (*(environ.get(variable, "") for variable in variables(text for _, text in headers)), *named)
 
 
-def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, listings: Mapping[str, McpReply],
+def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, offers: Mapping[str, McpOffer],
                       pins: Mapping[str, str], definitions: Mapping[str, ToolSpec]) -> Registry:
     """The registry with the tools that the manifest lists of its servers; one that cannot be used is left out with a
     warning. Raises ConfigError (exit 12) where a required server is not there."""
     tools, warnings = dict(registry.tools), list(registry.warnings)
     for server, entry in manifest.mcp.items():
-        listing, problems = listings[server], []
-        if listing.problem:
-            said = f"; its last words: {listing.last_words}" if listing.last_words else ""
-            problems.append(f"the MCP server {server} is left out: {listing.problem}{said}")
-        for name in () if listing.problem else entry.tools:
-            full_name = f"{server}__{name}"
-            try:
-                spec, pin, changed = known_definition(full_name, listing.result.get(name), pins, definitions)
-            except (ToolError, ConfigError) as error:
-                problems.append(f"the tool {full_name} is left out: {error.what}")
-                continue
-            tools[full_name] = server_tool(spec, Mcp(servers, server, name, pin), entry)
-            warnings += changed
+        offer, problems = offers[server], []
+        if isinstance(offer, McpFailure):
+            said = f"; its last words: {offer.last_words}" if offer.last_words else ""
+            problems.append(f"the MCP server {server} is left out: {offer.what}{said}")
+        else:
+            for tool in entry.tools:
+                name = f"{server}__{tool}"
+                try:
+                    spec, pin, changed = known_definition(name, offer.get(tool), pins, definitions)
+                except (ToolError, ConfigError) as error:
+                    problems.append(f"the tool {name} is left out: {error.what}")
+                else:
+                    tools[name] = server_tool(spec, Mcp(servers, server, tool, pin), entry)
+                    warnings += changed
         if problems and entry.required:
             raise ConfigError(problems[0], f"{manifest.where}: mcp.{server}", code=ExitCode.MCP_MISSING)
         warnings += problems
@@ -4246,7 +4223,8 @@ def known_definition(name: str, found: McpDefinition | None, pins: Mapping[str, 
     check_value((found.description, found.schema), name)
     pinned = pins.get(name, found.pin)
     if pinned == found.pin:
-        return ToolSpec(name, server_words(found.description), server_schema(found.schema)), pinned, []
+        words = plain(str(found.description or "").encode("utf-8", "replace"))[:MOST_WORDS]
+        return ToolSpec(name, words, server_schema(found.schema)), pinned, []
     changed = ToolSpec(name, "(changed since it was pinned: every call is denied)", {"type": "object"})
     return definitions.get(name, changed), pinned, [
         f"the tool {name} has changed since it was pinned: every call is denied; its digest is now {found.pin}"]
@@ -4255,11 +4233,6 @@ def known_definition(name: str, found: McpDefinition | None, pins: Mapping[str, 
 def server_tool(spec: ToolSpec, kind: Mcp, entry: McpEntry) -> Tool:
     return Tool(spec.name, spec.description, spec.parameters, kind, entry.approval, kind.tool in entry.readonly,
                 timeout=duration(entry.timeout, spec.name))
-
-
-def server_words(description: JSON) -> str:
-    """A server's description for the model: no control characters, and no more than is read."""
-    return plain(str(description or "").encode("utf-8", "replace"))[:MOST_WORDS]
 
 
 def server_schema(schema: JSON) -> JSON:
@@ -4315,14 +4288,8 @@ def pointed(root: JSON, reference: str) -> JSON:
     return place
 
 
-def missing_program(tool: Tool, find_program: Callable[[str], str | None]) -> str | None:
-    """The program or sandbox that a tool needs and the machine does not have."""
-    return next((program for program in needed_programs(tool) if find_program(program) is None), None)
-
-
-def needed_programs(tool: Tool) -> tuple[str, ...]:
-    """The programs that a tool starts: its sandbox, and its own."""
-    kind = tool.kind
+def needed_programs(kind: Kind) -> tuple[str, ...]:
+    """The programs that a tool of this kind starts: its sandbox, and its own."""
     return (*(kind.prefix[:1] if isinstance(kind, (Command, Shell)) else ()), *(kind.argv[:1] if isinstance(kind, Command) else ()))
 
 
@@ -7998,7 +7965,7 @@ def digests_of(setup: Setup) -> dict[str, str]:
         found[f"skill {skill.name}"] = skill.sha256
     found.update((f"mcp {name}", pin) for name, pin in setup.pins.items())
     for tool in setup.registry.tools.values():
-        for program in needed_programs(tool):
+        for program in needed_programs(tool.kind):
             path = os.path.realpath(shutil.which(program, path=setup.asked.machine.path) or program)
             found[f"program {path}"] = hashlib.sha256(read_bytes(path)).hexdigest()
     return found

@@ -4254,12 +4254,12 @@ class Offering:
     def __init__(self, offered: dict):
         self.offered = offered
 
-    def listing(self, server: str) -> agentloop.McpReply:
-        return agentloop.McpReply(agentloop.McpEnd.ANSWERED, {name: agentloop.McpDefinition(["s", server], name, told["description"], schema_of(told), told.get("annotations"))
-                                     for name, told in self.offered[server]["tools"].items()})
+    def listing(self, server: str) -> dict:
+        return {name: agentloop.McpDefinition(["s", server], name, told["description"], schema_of(told), told.get("annotations"))
+                for name, told in self.offered[server]["tools"].items()}
 
     def definition(self, server: str, tool: str):
-        return self.listing(server).result.get(tool)
+        return self.listing(server).get(tool)
 
 
 def schema_of(told: dict) -> dict:
@@ -4301,7 +4301,7 @@ def test_an_mcp_case_is_decided_by_the_real_kind(case, tmp_path):
     before = {"evil": {"tools": {}}, **setup["mcp"]}
     now = added_tools(changed(before, setup.get("mcp_change", {})), setup.get("mcp_add", {}))
     pinned = Offering(now if setup.get("mcp_change", {}).get("pin") else before)
-    pins = {f"files__{name}": found.pin for name, found in pinned.listing("files").result.items()}
+    pins = {f"files__{name}": found.pin for name, found in pinned.listing("files").items()}
     servers, registry = Offering(now), agentloop.build_registry(manifest, str)
     registry = agentloop.with_server_tools(registry, manifest, servers, {name: servers.listing(name) for name in now}, pins, {})
     servers.offered = changed(now, setup.get("mcp_change_after_start", {}))
