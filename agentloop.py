@@ -1825,14 +1825,6 @@ class Finding(Value):
     text: str
 
 
-@value
-class SkillIndex(Value):
-    """The skills by name, and everything that was found wrong on the way."""
-
-    skills: Mapping[str, Skill]
-    findings: tuple[Finding, ...] = ()
-
-
 def parse_skill(text: str, folder: str, resources: Sequence[str]) -> Iterator[Skill | Finding]:
     """The skill that a SKILL.md says, unless it cannot be used, and the findings about it. Raises nothing."""
     where = f"{folder}/SKILL.md"
@@ -1856,8 +1848,8 @@ def parse_skill(text: str, folder: str, resources: Sequence[str]) -> Iterator[Sk
                     hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
 
 
-def index_skills(found: Iterable[Skill | Finding]) -> SkillIndex:
-    """The skills by name in the order found. The first of one name wins, another one is a finding."""
+def index_skills(found: Iterable[Skill | Finding]) -> tuple[dict[str, Skill], list[Finding]]:
+    """The skills by name in the order found, and the findings. The first of one name wins, another one is a finding."""
     skills: dict[str, Skill] = {}
     findings: list[Finding] = []
     for one in found:
@@ -1865,7 +1857,7 @@ def index_skills(found: Iterable[Skill | Finding]) -> SkillIndex:
             findings.append(one)
         elif (first := skills.setdefault(one.name, one).folder) != one.folder:
             findings.append(Finding(f"{one.folder}/SKILL.md", f"not used: {first} has a skill of the same name"))
-    return SkillIndex(skills, tuple(findings))
+    return skills, findings
 
 
 def catalog(skills: Mapping[str, Skill], budget: int) -> str:
@@ -1975,19 +1967,14 @@ def problems(fields: Mapping[str, tuple[int, Any]], folder: str) -> Iterator[tup
             yield line, f"unknown key {key!r}; known here: {', '.join(SKILL_KEYS)}"
         elif limit and not isinstance(value, str):
             yield line, f"{key!r} must be a text"
-        elif limit and len(normal_name(value) if key == "name" else value) > limit:
+        elif limit and len(name := normal_name(value) if key == "name" else value) > limit:
             yield line, f"{key!r} is longer than {limit:,} characters"
-        elif key == "name" and (problem := name_problem(normal_name(value), normal_name(folder.rpartition("/")[2]))):
-            yield line, problem
+        elif key == "name" and (name != name.lower() or not re.fullmatch(r"[^\W_]+(?:-[^\W_]+)*", name)):
+            yield line, f"'name' must be lower-case letters and digits with single hyphens between them, not {name!r}"
+        elif key == "name" and name != (own := normal_name(folder.rpartition("/")[2])):
+            yield line, f"the name {name!r} must be that of the folder, {own!r}"
         elif key == "description" and not shown_description(value):
             yield line, "'description' is empty"
-
-
-def name_problem(name: str, folder: str) -> str:
-    """What is wrong with a skill's name in a folder of that name; empty if nothing."""
-    if name != name.lower() or not re.fullmatch(r"[^\W_]+(?:-[^\W_]+)*", name):
-        return f"'name' must be lower-case letters and digits with single hyphens between them, not {name!r}"
-    return "" if name == folder else f"the name {name!r} must be that of the folder, {folder!r}"
 
 
 def normal_name(name: str) -> str:
@@ -2821,25 +2808,23 @@ def opened(path: str, is_wanted: Callable[[int], bool], wanted: str) -> Iterator
 def write_atomic(path: str, data: bytes) -> None:
     """Puts a new file in the place of a resolved path, with the mode of the old one. Raises ToolError."""
     folder, name = os.path.split(path)
-    directory, partial = open_resolved(folder), f".{name[:200]}.{os.getpid()}"
+    partial = f".{name[:200]}.{os.getpid()}"
     try:
-        mode = existing_mode(directory, name)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
-                             dir_fd=directory)
-        try:
-            write_all(descriptor, data)
-            os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-            os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError:
-            os.unlink(partial, dir_fd=directory)
-            raise
-        finally:
-            os.close(descriptor)
+        with opened(folder, stat.S_ISDIR, "a folder") as directory:
+            mode = existing_mode(directory, name)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
+                                 dir_fd=directory)
+            try:
+                with open(descriptor, "wb", buffering=0):
+                    write_all(descriptor, data)
+                    os.fchmod(descriptor, mode)
+                    os.fsync(descriptor)
+                os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except OSError:
+                os.unlink(partial, dir_fd=directory)
+                raise
     except OSError as error:
         raise ToolError(error.strerror or str(error), path) from error
-    finally:
-        os.close(directory)
 
 
 def existing_mode(directory: int, name: str) -> int:
@@ -8032,16 +8017,16 @@ def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str,
     here = os.path.dirname(os.path.realpath(__file__))
     places = [os.path.join(machine.config, "skills"), *([flags.skills] if flags.skills else []),
               os.path.join(here, "skills"), f"{sys.prefix}/share/agentloop/skills"]
-    index = index_skills(find_skills([os.path.realpath(place) for place in places]))
-    for finding in index.findings:
+    skills, findings = index_skills(find_skills([os.path.realpath(place) for place in places]))
+    for finding in findings:
         asked.streams.show(Warned(f"{finding.where}: {finding.text}"))
     unused = os.path.join(cwd, "skills")
     if os.path.isdir(unused) and os.path.realpath(unused) not in map(os.path.realpath, places):
         asked.streams.show(Warned("skills/ in this directory is not used; to use it: --skills ./skills"))
     for name in flags.preloaded:
-        if name not in index.skills:
-            raise ConfigError(f"there is no skill {name!r}", "--skill", f"there are: {', '.join(index.skills) or 'none'}")
-    return index.skills
+        if name not in skills:
+            raise ConfigError(f"there is no skill {name!r}", "--skill", f"there are: {', '.join(skills) or 'none'}")
+    return skills
 
 
 def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:

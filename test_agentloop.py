@@ -329,8 +329,8 @@ def skill_md(description: str = "What it does.", name: str = "disk-full", more: 
 
 def parsed_skill(text: str, folder: str = "/s/disk-full") -> tuple[agentloop.Skill | None, tuple[agentloop.Finding, ...]]:
     """The skill, None where there is none, and the findings."""
-    index = agentloop.index_skills(agentloop.parse_skill(text, folder, ("scripts/b.sh", "references/a.md")))
-    return next(iter(index.skills.values()), None), index.findings
+    skills, findings = agentloop.index_skills(agentloop.parse_skill(text, folder, ("scripts/b.sh", "references/a.md")))
+    return next(iter(skills.values()), None), tuple(findings)
 
 
 LOADED = {
@@ -490,9 +490,8 @@ def skills_of(*descriptions: str) -> dict[str, agentloop.Skill]:
 def test_the_first_skill_of_a_name_wins_and_the_other_is_a_finding():
     first, second = (parsed_skill(skill_md(), f"/{place}/disk-full")[0] for place in ("a", "b"))
     bad = agentloop.Finding("/a/bad/SKILL.md:1", "no")
-    index = agentloop.index_skills([bad, first, second, first])
-    assert index.skills == {"disk-full": first}
-    assert index.findings == (bad, agentloop.Finding("/b/disk-full/SKILL.md", "not used: /a/disk-full has a skill of the same name"))
+    assert agentloop.index_skills([bad, first, second, first]) == ({"disk-full": first}, [
+        bad, agentloop.Finding("/b/disk-full/SKILL.md", "not used: /a/disk-full has a skill of the same name")])
 
 
 def test_the_catalog_has_a_line_for_each_skill():
@@ -532,8 +531,8 @@ def write_skill(folder: Path, text: str | bytes = "") -> Path:
 
 def found_skills(*folders: Path) -> tuple[list[str], list[tuple[str, str]]]:
     """The names of the skills that are found, and the findings with their paths below the first folder."""
-    index = agentloop.index_skills(agentloop.find_skills([str(folder) for folder in folders]))
-    return list(index.skills), [(os.path.relpath(finding.where, folders[0]), finding.text) for finding in index.findings]
+    skills, findings = agentloop.index_skills(agentloop.find_skills([str(folder) for folder in folders]))
+    return list(skills), [(os.path.relpath(finding.where, folders[0]), finding.text) for finding in findings]
 
 
 def test_the_skills_of_a_folder_are_found_by_name_with_their_files(tmp_path):
@@ -624,12 +623,12 @@ def test_a_place_that_is_a_file_is_a_finding(tmp_path):
 
 
 def test_the_shipped_skills_load_without_findings_and_call_only_what_exists():
-    index = agentloop.index_skills(agentloop.find_skills([str(HERE / "skills")]))
-    assert list(index.skills) == ["disk-full", "service-down"] and index.findings == ()
+    skills, findings = agentloop.index_skills(agentloop.find_skills([str(HERE / "skills")]))
+    assert list(skills) == ["disk-full", "service-down"] and findings == []
     manifest = agentloop.parse_manifest((HERE / "tools.toml").read_text(), "tools.toml")
     registry = agentloop.build_registry(manifest, lambda program: "/bin/true")
     shipped = (HERE / "pyproject.toml").read_text()
-    for skill in index.skills.values():
+    for skill in skills.values():
         calls = re.findall(r"`([a-z_]+) (\{.*?\})`", skill.body)
         assert len(calls) >= 8 and len(calls) * 2 == skill.body.count("`") and len(skill.body.split("\n")) < 60
         for name, arguments in calls:
