@@ -38,6 +38,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -2433,6 +2434,16 @@ def tls_context(scheme: str, ca_file: str, server_name: str = "") -> Any:
     return context
 
 
+class Lazy:
+    """A module that is imported when something of it is first used: asyncio is slow, and only MCP needs it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getattr__(self, what: str) -> Any:
+        return getattr(importlib.import_module(self.name), what)
+
+
 @value
 class McpServer(Value):
     """How an MCP server is reached: an argv, in its own process group, or a URL."""
@@ -2486,7 +2497,6 @@ class McpServers:
         problem = sdk_problem()
         if problem:
             return {server.name: McpFailure(problem, server.name) for server in servers}
-        import asyncio
         import logging
         logging.getLogger().addHandler(logging.NullHandler())  # what the SDK and the loop dislike is said elsewhere
         self.processes.prepare()
@@ -2513,7 +2523,6 @@ class McpServers:
 
     def wait(self, work: Any) -> Any:
         """The result of a coroutine that runs in the loop's thread; it is cancelled when this thread is stopped."""
-        import asyncio
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -2524,7 +2533,6 @@ class McpServers:
         return max(0.1, min(seconds, self.deadline.left()))
 
     async def open(self, servers: Sequence[McpServer]) -> dict[str, McpOffer]:
-        import asyncio
         self.stopped = self.loop.create_future()
         self.loop.add_reader(self.processes.stopped, self.stop)
         return dict(zip([server.name for server in servers], await asyncio.gather(*map(self.opened, servers))))
@@ -2535,7 +2543,6 @@ class McpServers:
 
     async def opened(self, server: McpServer) -> McpOffer:
         """What a server offers once it has come up; one that does not is ended."""
-        import asyncio
         try:
             peer = self.peers[server.name] = McpPeer(server, self.processes)
         except OSError as error:
@@ -2571,7 +2578,6 @@ class McpServers:
     async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> Mapping[str, JSON]:
         """The result of one request. Raises McpFailure where it is refused, the time is over, the run is stopped or the
         server gone; after a call, what it did is not known then."""
-        import asyncio
         name, effect, status = peer.server.name, "", ToolStatus.FAILED
         if method == "tools/call":
             effect, status = "what it did until then is not known", ToolStatus.TIMEOUT
@@ -2595,7 +2601,6 @@ class McpServers:
             await asyncio.wait({asking}, timeout=PIPE_GRACE)
 
     async def farewell(self) -> None:
-        import asyncio
         await asyncio.gather(*(peer.farewell() for peer in self.peers.values()))
 
 
@@ -2604,7 +2609,6 @@ class McpPeer:
     in the list of those to end as soon as it is there. Raises OSError where it cannot be started."""
 
     def __init__(self, server: McpServer, processes: Processes):
-        import asyncio
         self.server, self.processes, self.child, self.kept = server, processes, None, b""
         if server.argv:
             self.child = subprocess.Popen(
@@ -2628,7 +2632,6 @@ class McpPeer:
 
     async def farewell(self) -> None:
         """Ends the session, then what is left of the processes. With its stdin closed, a server may end by itself."""
-        import asyncio
         self.finish.set()
         if not self.session.done():  # the handshake is not waited for
             self.task.cancel()
@@ -2640,7 +2643,6 @@ class McpPeer:
 
     async def exited(self, grace: float) -> None:
         """Waits for the end of the process, `grace` seconds at most."""
-        import asyncio
         for _ in range(round(grace * 100)):
             if self.child.poll() is not None:
                 return
@@ -2648,8 +2650,6 @@ class McpPeer:
 
     async def request(self, method: str, params: JSON) -> Mapping[str, JSON]:
         """The result of one request as it came: the SDK's own check of results could fetch what a schema names."""
-        import asyncio
-
         from mcp import types
         session = self.session.result()
         number = session._request_id  # it gets this one; the SDK does not say so, nor cancel by itself
@@ -2676,8 +2676,6 @@ class McpPeer:
     @contextlib.asynccontextmanager
     async def piped(self) -> Any:
         """The two streams of a server behind pipes; its stdin is closed at the end of them."""
-        import asyncio
-
         import anyio
         heard, read = anyio.create_memory_object_stream(0)
         write, said = anyio.create_memory_object_stream(0)
@@ -2723,7 +2721,6 @@ class McpPeer:
 
     async def lost(self, effect: str) -> McpFailure:
         """What is said of a server that is gone, once its last words and its exit code are there."""
-        import asyncio
         await asyncio.wait({self.task}, timeout=3 * PIPE_GRACE)
         return McpFailure(self.gone(), self.server.name, effect, last_words=self.last_words)
 
@@ -2747,7 +2744,6 @@ class McpPeer:
 
 async def reader_of(pipe: Any) -> Any:
     """What reads a pipe of a process by lines, none longer than MOST_MESSAGE."""
-    import asyncio
     reader = asyncio.StreamReader(limit=MOST_MESSAGE)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader
@@ -2759,9 +2755,11 @@ def sdk_problem() -> str:
     try:
         version = metadata.version("mcp")
     except metadata.PackageNotFoundError:
-        return "the MCP SDK is not installed (in a clone: pip install '.[mcp]')"
-    mend = "in a clone: pip install '.[mcp]'"
-    return "" if version.startswith("1.") else f"the MCP SDK is {version}, and 1.x is needed ({mend})"
+        version = ""
+    if version.startswith("1."):
+        return ""
+    said = f"{version}, and 1.x is needed" if version else "not installed"
+    return f"the MCP SDK is {said} (in a clone: pip install '.[mcp]')"
 
 
 def is_loopback(host: str) -> bool:
@@ -2958,6 +2956,7 @@ def is_own_group(uid: int, gid: int) -> bool:
     return owner.pw_gid == gid and set(group.gr_mem) <= {owner.pw_name}
 
 
+asyncio = Lazy("asyncio")
 McpOffer = Mapping[str, McpDefinition] | McpFailure  # what a server offers, by name, or why it offers nothing
 RESOURCE_FOLDERS = ("scripts", "references", "assets")
 MOST_SKILLS = 1000  # folders looked at in one place
@@ -4111,13 +4110,10 @@ def check_schema(schema: JSON, where: str) -> None:
 
 def references(value: JSON) -> Iterator[JSON]:
     """Every $ref in a schema."""
-    if isinstance(value, dict):
-        if "$ref" in value:
-            yield value["$ref"]
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from references(item)
+    if isinstance(value, dict) and "$ref" in value:
+        yield value["$ref"]
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from references(item)
 
 
 def check_server(name: str, entry: McpEntry, where: str) -> None:
@@ -4244,10 +4240,9 @@ def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Itera
         return {} if schema is True else {"not": {}}
     reference = schema.get("$ref")
     if reference is not None:
-        rest = {key: told for key, told in schema.items() if key != "$ref"}
         named = {} if reference in within else pointed(root, reference)
-        named = named if isinstance(named, dict) else {}
-        return unreferenced({**named, **rest}, root, (*within, reference), parts)
+        rest = {key: told for key, told in schema.items() if key != "$ref"}
+        return unreferenced({**(named if isinstance(named, dict) else {}), **rest}, root, (*within, reference), parts)
     inner = lambda told: unreferenced(told, root, within, parts)
     found = {}
     for key, told in schema.items():
