@@ -2373,10 +2373,8 @@ class Http:
     def cut(self) -> None:
         """Wakes whoever reads."""
         for socket in self.sockets:
-            try:
+            with contextlib.suppress(OSError):  # it was closed before
                 socket.shutdown(2)
-            except OSError:  # it was closed before
-                continue
 
     def close(self) -> None:
         for transport in self.transports.values():
@@ -2940,9 +2938,8 @@ def list_resources(folder: str) -> Iterator[str | Finding]:
 def writable_by_others(path: str | int) -> bool:
     """Whether someone else may change the file: a write bit for other, or for a group not the owner's own."""
     found = os.stat(path)
-    if found.st_mode & stat.S_IWOTH:
-        return True
-    return bool(found.st_mode & stat.S_IWGRP) and not is_own_group(found.st_uid, found.st_gid)
+    by_group = bool(found.st_mode & stat.S_IWGRP) and not is_own_group(found.st_uid, found.st_gid)
+    return by_group or bool(found.st_mode & stat.S_IWOTH)
 
 
 def is_own_group(uid: int, gid: int) -> bool:

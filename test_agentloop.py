@@ -4401,7 +4401,9 @@ def test_without_the_sdk_or_the_program_the_tools_are_left_out(home, tmp_path):
 @NEEDS_SDK
 def test_a_tool_that_only_is_not_asked_for_starts_no_server(home):
     with_server(home, "die", "required = true")
-    assert agentloop_run(home, "x", *script(home, {"text": "Done."}), "--only", "add", "-q") == Ended(0, "Done.\n", "")
+    assert agentloop_run(home, "x", *script(home, call("add", a=1, b=2), {"text": "Done."}), "--only", "add", "-q", "--journal", "j.jsonl").code == 3
+    assert agentloop_run(home, "./j.jsonl", "-q", *GRANTED, command="resume") == Ended(0, "Done.\n", "")
+    assert not (home / "started").exists()
 
 
 @NEEDS_SDK
@@ -4474,6 +4476,18 @@ def test_no_server_outlives_its_agentloop_not_even_a_stubborn_one(home, number, 
     before = time.monotonic()
     process.communicate()
     assert process.returncode == code and time.monotonic() - before < 5
+    wait_for(lambda: not servers_left(home))
+
+
+@NEEDS_SDK
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_server_that_hangs_in_the_handshake_ends_with_its_agentloop(home, number, code):
+    with_server(home, "mute")
+    process = agentloop_popen(home, "run", "x", *script(home, {"text": "Done."}), "-q", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_for(lambda: (home / "started").exists())
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == code
     wait_for(lambda: not servers_left(home))
 
 
