@@ -38,6 +38,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -603,6 +604,7 @@ class SessionStarted(Value):
     cwd_id: str = ""  # device and inode
     name: str = ""  # of `--session`
     pins: Mapping[str, str] = field(default_factory=dict)  # digests of the definitions of MCP tools
+    definitions: Mapping[str, ToolSpec] = field(default_factory=dict)  # what the model is told of these
     skills: tuple[str, ...] = ()  # the names of those that can be activated or were given
 
 
@@ -750,6 +752,7 @@ class SessionResumed(Value):
     task: str = ""
     settled: Mapping[str, Settlement] = field(default_factory=dict)  # by call; c3/c1 is one of the sub-agent of c3
     pins: Mapping[str, str] = field(default_factory=dict)
+    definitions: Mapping[str, ToolSpec] = field(default_factory=dict)
 
 
 @value
@@ -935,6 +938,7 @@ class State(Value):
     denied: tuple[Denied, ...] = ()
     warnings: tuple[str, ...] = ()
     pins: Mapping[str, str] = field(default_factory=dict)  # the first that was seen of each MCP tool
+    definitions: Mapping[str, ToolSpec] = field(default_factory=dict)  # likewise
     finished: SessionFinished | None = None
 
     @property
@@ -965,7 +969,8 @@ def apply(state: State, event: Event) -> State:
 def apply_started(state: State, event: SessionStarted) -> State:
     mode = CallMode.NATIVE if event.call_mode is CallMode.AUTO else event.call_mode
     opening = (Message(Role.SYSTEM, event.system), Message(Role.USER, task_text(event)))
-    return replace(state, started=event, history=opening, limits=event.options.limits, call_mode=mode, pins=event.pins)
+    return replace(state, started=event, history=opening, limits=event.options.limits, call_mode=mode,
+                   pins=event.pins, definitions=event.definitions)
 
 
 def apply_replied(state: State, event: ModelReplied) -> State:
@@ -1070,7 +1075,8 @@ def apply_agent(state: State, event: AgentStep) -> State:
 def apply_resumed(state: State, event: SessionResumed) -> State:
     state = settle(replace(state, limits=event.limits, finished=None, empty_replies=0, broken_batches=0, repeats={},
                            compactions=0, wanted=Wanted.ANYTHING, wanted_times=0, answer=None,
-                           pins={**event.pins, **state.pins}), event.settled)
+                           pins={**event.pins, **state.pins},
+                           definitions={**event.definitions, **state.definitions}), event.settled)
     if state.answered and state.last_reply.finish == CUT:  # it is no answer: it is asked for anew
         state = replace(state, history=state.history[:-1], answered=False)
     if not event.task:
@@ -1820,63 +1826,59 @@ class Finding(Value):
     text: str
 
 
-@value
-class SkillIndex(Value):
-    """The skills by name, and everything that was found wrong on the way."""
-
-    skills: Mapping[str, Skill]
-    findings: tuple[Finding, ...] = ()
-
-
-def parse_skill(text: str, folder: str, resources: Sequence[str]) -> tuple[Skill | None, tuple[Finding, ...]]:
-    """The skill that a SKILL.md says, None if it cannot be used, and the findings about it. Raises nothing."""
+def parse_skill(text: str, folder: str, resources: Sequence[str]) -> Iterator[Skill | Finding]:
+    """The skill that a SKILL.md says, unless it cannot be used, and the findings about it. Raises nothing."""
     where = f"{folder}/SKILL.md"
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    end = next((n for n, line in enumerate(lines) if n and line.rstrip() == "---"), 0)
     try:
-        end = front_matter_end(lines, where)
-        fields, findings = front_matter("".join(f"{line}\n" for line in lines[1:end]), where)
+        if lines[0].rstrip() != "---":
+            raise ConfigError("its first line must be ---, with name and description below it", f"{where}:1")
+        if not end:
+            raise ConfigError("no second line --- closes the front matter", f"{where}:1")
+        fields, tolerated = front_matter("".join(f"{line}\n" for line in lines[1:end]), where)
     except ConfigError as error:
-        return None, (Finding(error.where, one_line(error.what)),)
-    wrong = tuple(Finding(f"{where}:{line}", one_line(problem))
-                  for line, problem in itertools.islice(problems(fields, folder), MOST_FINDINGS))
-    if wrong:
-        return None, findings + wrong
-    body = "\n".join(lines[end + 1:]).strip()
-    return Skill(normal_name(fields["name"][1]), shown_description(fields["description"][1]), folder,
-                 plain(body.encode("utf-8", "replace")), tuple(sorted(resources)),
-                 hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()), findings
+        yield Finding(error.where, one_line(error.what))
+        return
+    wrong = [Finding(f"{where}:{line}", one_line(problem))
+             for line, problem in itertools.islice(problems(fields, folder), MOST_FINDINGS)]
+    yield from (*tolerated, *wrong)
+    if not wrong:
+        yield Skill(normal_name(fields["name"][1]), shown_description(fields["description"][1]), folder,
+                    plain("\n".join(lines[end + 1:]).strip().encode("utf-8", "replace")), tuple(sorted(resources)),
+                    hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
 
 
-def index_skills(found: Iterable[tuple[Skill | None, tuple[Finding, ...]]]) -> SkillIndex:
-    """The skills by name in the order found. The first of one name wins, another one is a finding."""
+def index_skills(found: Iterable[Skill | Finding]) -> tuple[dict[str, Skill], list[Finding]]:
+    """The skills by name in the order found, and the findings. The first of one name wins, another one is a finding."""
     skills: dict[str, Skill] = {}
     findings: list[Finding] = []
-    for skill, about in found:
-        findings += about
-        if skill and skills.setdefault(skill.name, skill).folder != skill.folder:
-            first = skills[skill.name].folder
-            findings.append(Finding(f"{skill.folder}/SKILL.md", f"not used: {first} has a skill of the same name"))
-    return SkillIndex(skills, tuple(findings))
+    for one in found:
+        if isinstance(one, Finding):
+            findings.append(one)
+        elif (first := skills.setdefault(one.name, one).folder) != one.folder:
+            findings.append(Finding(f"{one.folder}/SKILL.md", f"not used: {first} has a skill of the same name"))
+    return skills, findings
 
 
-def catalog(index: SkillIndex, budget: int) -> str:
+def catalog(skills: Mapping[str, Skill], budget: int) -> str:
     """Name and description of each skill for the system prompt, in at most `budget` characters.
 
     A last line counts and names those that did not fit. Empty for no skills."""
-    text, names = SKILLS_TITLE, deque(index.skills)
-    lines = [f"\n- {skill.name}: {skill.description}" for skill in index.skills.values()]
-    if not lines or len(text) > budget:
+    lines = [f"\n- {skill.name}: {skill.description}" for skill in skills.values()]
+    text, rest = SKILLS_TITLE, deque(skills)
+    if not rest or len(text) > budget:
         return ""
-    whole = sum(map(len, lines), len(text)) <= budget
+    room = budget if len(text) + sum(map(len, lines)) <= budget else budget * 3 // 4  # the rest is for the names of the others
     for line in lines:
-        if not whole and len(text) + len(line) > budget * 3 // 4:  # the rest is for the names of the others
+        if len(text) + len(line) > room:
             break
         text += line
-        names.popleft()
-    if not names:
+        rest.popleft()
+    if not rest:
         return text
-    count = f"\n… and {len(names)} more"
-    note = f"{count}: {', '.join(names)}"
+    count = f"\n… and {len(rest)} more"
+    note = f"{count}: {', '.join(rest)}"
     if len(text) + len(note) > budget:
         fitting = note[:max(0, budget - len(text) - 3)].rpartition(", ")[0]
         note = f"{fitting}, …" if fitting else count
@@ -1888,16 +1890,6 @@ def skill_text(skill: Skill) -> str:
     files = "".join(f"\n- {visible(f'{skill.folder}/{path}')}" for path in skill.resources)
     return f"{skill.body}\n\nFolder of this skill: {visible(skill.folder)}" + (
         f"\nIts files, for read_file:{files}" if files else "")
-
-
-def front_matter_end(lines: Sequence[str], where: str) -> int:
-    """The index of the line that closes the front matter. Raises ConfigError."""
-    if lines[0].rstrip() != "---":
-        raise ConfigError("its first line must be ---, with name and description below it", f"{where}:1")
-    end = next((n for n, line in enumerate(lines) if n and line.rstrip() == "---"), 0)
-    if not end:
-        raise ConfigError("no second line --- closes the front matter", f"{where}:1")
-    return end
 
 
 def front_matter(text: str, where: str) -> tuple[dict[str, tuple[int, Any]], tuple[Finding, ...]]:
@@ -1922,13 +1914,12 @@ def yaml_fields(text: str, where: str) -> dict[str, tuple[int, Any]]:
     import yaml
     if len(text) > MOST_FRONT_MATTER:
         raise ConfigError(f"the front matter is longer than {MOST_FRONT_MATTER:,} characters", f"{where}:1")
+    fields = None
     try:
-        loader, fields = yaml.SafeLoader(text), None
-        loader.get_event()
-        while loader.check_event(yaml.DocumentStartEvent):
-            loader.get_event()
-            fields = yaml_value(loader) if fields is None else ()  # of a second document nothing is read
-            loader.get_event()
+        events = yaml.parse(text, Loader=yaml.SafeLoader)
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                fields = yaml_value(next(events), events) if fields is None else ()  # of a second one nothing is taken
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         line = line_at(text, mark.index if mark else getattr(error, "position", 0))
@@ -1944,31 +1935,25 @@ def line_at(text: str, index: int) -> int:
     return text.count("\n", 0, index) + 2
 
 
-def yaml_value(loader: Any, depth: int = 0) -> Any:
-    """The next value of a YAML text: text, a list, or a dict whose values are (index of the key, value).
+def yaml_value(event: Any, events: Iterator[Any], depth: int = 0) -> Any:
+    """The value that begins with a YAML event: text, a list, or a dict whose values are (index of the key, value).
 
     Everything that is not a list or a map is text. Raises YAMLError for what could make it large or ambiguous."""
     import yaml
-    event = loader.get_event()
     if event.anchor or event.tag is not None or getattr(event, "flow_style", None) or depth > MOST_YAML_DEPTH:
         raise yaml.MarkedYAMLError(problem="an anchor, an alias, a tag, a [list] or a {map}, or too deep",
                                    problem_mark=event.start_mark)
     if isinstance(event, yaml.ScalarEvent):
         return event.value
+    inner = itertools.takewhile(lambda item: not isinstance(item, yaml.CollectionEndEvent), events)
     if isinstance(event, yaml.SequenceStartEvent):
-        items = []
-        while not loader.check_event(yaml.SequenceEndEvent):
-            items.append(yaml_value(loader, depth + 1))
-        loader.get_event()
-        return items
+        return [yaml_value(item, events, depth + 1) for item in inner]
     pairs: dict[str, tuple[int, Any]] = {}
-    while not loader.check_event(yaml.MappingEndEvent):
-        mark = loader.peek_event().start_mark
-        key = yaml_value(loader, depth + 1)
+    for item in inner:
+        key = yaml_value(item, events, depth + 1)
         if not isinstance(key, str) or key in pairs:
-            raise yaml.MarkedYAMLError(problem="a key that is no text, or is there twice", problem_mark=mark)
-        pairs[key] = (mark.index, yaml_value(loader, depth + 1))
-    loader.get_event()
+            raise yaml.MarkedYAMLError(problem="a key that is no text, or is there twice", problem_mark=item.start_mark)
+        pairs[key] = (item.start_mark.index, yaml_value(next(events), events, depth + 1))
     return pairs
 
 
@@ -1983,19 +1968,14 @@ def problems(fields: Mapping[str, tuple[int, Any]], folder: str) -> Iterator[tup
             yield line, f"unknown key {key!r}; known here: {', '.join(SKILL_KEYS)}"
         elif limit and not isinstance(value, str):
             yield line, f"{key!r} must be a text"
-        elif limit and len(normal_name(value) if key == "name" else value) > limit:
+        elif limit and len(name := normal_name(value) if key == "name" else value) > limit:
             yield line, f"{key!r} is longer than {limit:,} characters"
-        elif key == "name" and (problem := name_problem(normal_name(value), normal_name(folder.rpartition("/")[2]))):
-            yield line, problem
+        elif key == "name" and (name != name.lower() or not re.fullmatch(r"[^\W_]+(?:-[^\W_]+)*", name)):
+            yield line, f"'name' must be lower-case letters and digits with single hyphens between them, not {name!r}"
+        elif key == "name" and name != (own := normal_name(folder.rpartition("/")[2])):
+            yield line, f"the name {name!r} must be that of the folder, {own!r}"
         elif key == "description" and not shown_description(value):
             yield line, "'description' is empty"
-
-
-def name_problem(name: str, folder: str) -> str:
-    """What is wrong with a skill's name in a folder of that name; empty if nothing."""
-    if name != name.lower() or not re.fullmatch(r"[^\W_]+(?:-[^\W_]+)*", name):
-        return f"'name' must be lower-case letters and digits with single hyphens between them, not {name!r}"
-    return "" if name == folder else f"the name {name!r} must be that of the folder, {folder!r}"
 
 
 def normal_name(name: str) -> str:
@@ -2339,9 +2319,11 @@ class Http:
         waits = {"connect": limit(request.connect_s), "read": limit(request.first_byte_s), "write": limit(60.0),
                  "pool": None}
         content = None if request.body is None else json.dumps(request.body).encode()
+        headers = {"user-agent": f"agentloop/{__version__}", "accept-encoding": "identity",
+                   **({} if content is None else {"content-type": "application/json"}), **request.headers}
         try:
             url = httpx.URL(request.url, params=request.query) if request.query else httpx.URL(request.url)
-            sent = httpx.Request(request.method, url, headers=self.headers(request), content=content,
+            sent = httpx.Request(request.method, url, headers=headers, content=content,
                                  extensions={"trace": self.trace, "timeout": waits})
             if request.address:  # the host stands in the header, and in the certificate that is asked for
                 sent.url = url.copy_with(host=request.address)
@@ -2360,10 +2342,6 @@ class Http:
         for chunk in response.iter_bytes():
             self.deadline.check()
             yield chunk
-
-    def headers(self, request: HttpRequest) -> dict[str, str]:
-        return {"user-agent": f"agentloop/{__version__}", "accept-encoding": "identity",
-                **({"content-type": "application/json"} if request.body is not None else {}), **request.headers}
 
     def transport(self, request: HttpRequest) -> Any:
         """The connections to the request's scheme and host. No client above them: cookies and redirects are for
@@ -2395,10 +2373,8 @@ class Http:
     def cut(self) -> None:
         """Wakes whoever reads."""
         for socket in self.sockets:
-            try:
+            with contextlib.suppress(OSError):  # it was closed before
                 socket.shutdown(2)
-            except OSError:  # it was closed before
-                continue
 
     def close(self) -> None:
         for transport in self.transports.values():
@@ -2411,7 +2387,8 @@ def open_transport(scheme: str, proxied_host: str, ca_file: str, server_name: st
     """An httpx transport; through the environment's proxy for `proxied_host`, through none where that is "". The
     certificate is that of `server_name`, or of the host in the URL where that is ""."""
     httpx = import_httpx()
-    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file, server_name), proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
+    return httpx.HTTPTransport(verify=tls_context(scheme, ca_file, server_name),
+                               proxy=proxied_host and proxy_for(scheme, proxied_host) or None,
                                limits=httpx.Limits(keepalive_expiry=2.0))  # servers close idle ones after five seconds
 
 
@@ -2455,6 +2432,16 @@ def tls_context(scheme: str, ca_file: str, server_name: str = "") -> Any:
     return context
 
 
+class Lazy:
+    """A module that is imported when something of it is first used: asyncio is slow, and only MCP needs it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getattr__(self, what: str) -> Any:
+        return getattr(importlib.import_module(self.name), what)
+
+
 @value
 class McpServer(Value):
     """How an MCP server is reached: an argv, in its own process group, or a URL."""
@@ -2472,43 +2459,24 @@ class McpServer(Value):
 class McpDefinition(Value):
     """A tool as its server describes it, to the letter."""
 
+    place: JSON  # the argv or the URL of the server
     name: str
     description: JSON
     schema: JSON
     annotations: JSON
 
-    def pin(self, server: McpServer) -> str:
+    @property
+    def pin(self) -> str:
         """The digest that the definition must keep."""
-        return digest([list(server.argv) or server.url, self.name, self.description, self.schema, self.annotations])
+        return digest([self.place, self.name, self.description, self.schema, self.annotations])
 
 
-@value
-class McpListing(Value):
-    """What a server offers, by name, or the problem why it offers nothing, with the last words of the server."""
+class McpFailure(ToolError):
+    """What came of a request to an MCP server in place of an answer, with the last words of one that is gone."""
 
-    tools: Mapping[str, McpDefinition] = field(default_factory=dict)
-    problem: str = ""
-    last_words: str = ""
-
-
-class McpEnd(StrEnum):
-    """How a request to an MCP server came to its end."""
-
-    ANSWERED = "answered"
-    REFUSED = "refused"
-    TIMED_OUT = "timed out"
-    STOPPED = "stopped"
-    GONE = "gone"
-
-
-@value
-class McpReply(Value):
-    """What an MCP server made of one request."""
-
-    end: McpEnd
-    result: Mapping[str, JSON] = field(default_factory=dict)
-    problem: str = ""
-    last_words: str = ""  # of a server that is gone
+    def __init__(self, what: str, server: str, effect: str = "", status: ToolStatus = ToolStatus.FAILED, last_words: str = ""):
+        super().__init__(what, f"the MCP server {server}", effect)
+        self.status, self.last_words = status, last_words
 
 
 class McpServers:
@@ -2522,52 +2490,37 @@ class McpServers:
         self.loop: Any = None
         self.stopped: Any = None
 
-    def start(self, servers: Sequence[McpServer]) -> dict[str, McpListing]:
+    def start(self, servers: Sequence[McpServer]) -> dict[str, McpOffer]:
         """Starts all side by side; what each offers, once all have answered or had their time."""
         problem = sdk_problem()
         if problem:
-            return {server.name: McpListing(problem=problem) for server in servers}
-        self.processes.prepare()
-        listings = {}
-        for server in servers:  # they come up while the SDK is imported
-            try:
-                self.begin(server)
-            except OSError as error:
-                listings[server.name] = McpListing(problem=f"cannot start {server.argv[0]}: {error.strerror}")
-        import asyncio
+            return {server.name: McpFailure(problem, server.name) for server in servers}
         import logging
         logging.getLogger().addHandler(logging.NullHandler())  # what the SDK and the loop dislike is said elsewhere
+        self.processes.prepare()
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(lambda loop, context: None)
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        listings |= self.wait(self.open())
-        self.end([name for name in self.peers if listings[name].problem])
-        return listings
-
-    def begin(self, server: McpServer) -> None:
-        child = None
-        if server.argv:
-            with self.processes.shield():
-                child = subprocess.Popen(
-                    server.argv, env=dict(server.environment), cwd=server.cwd, bufsize=0, start_new_session=True,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                self.processes.began(child.pid)
-        self.peers[server.name] = McpPeer(server, child)
+        return self.wait(self.open(servers))
 
     def definition(self, server: str, tool: str) -> McpDefinition | None:
-        """What the server says of a tool at this moment. Raises ToolError when it does not answer."""
-        listing = self.wait(self.listing(self.peers[server], self.limit(LISTING)))
-        if listing.problem:
-            raise ToolError(listing.problem, f"the MCP server {server}")
-        return listing.tools.get(tool)
+        """What the server says of a tool at this moment. Raises McpFailure when it does not answer."""
+        if server not in self.peers:
+            raise McpFailure("it was not started", server)
+        return self.wait(self.listing(self.peers[server], self.limit(LISTING))).get(tool)
 
-    def call(self, server: str, tool: str, arguments: JSON, timeout: float) -> McpReply:
-        """One call of a tool, to its end or to `timeout` seconds."""
+    def call(self, server: str, tool: str, arguments: JSON, timeout: float) -> Mapping[str, JSON]:
+        """The result of one call of a tool, awaited `timeout` seconds at most. Raises McpFailure."""
         return self.wait(self.asked(self.peers[server], "tools/call", {"name": tool, "arguments": arguments}, timeout))
+
+    def close(self) -> None:
+        """Ends every server, side by side. What would outlast this the guard of the processes ends."""
+        if self.loop is not None:
+            self.wait(self.farewell())
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
     def wait(self, work: Any) -> Any:
         """The result of a coroutine that runs in the loop's thread; it is cancelled when this thread is stopped."""
-        import asyncio
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -2577,111 +2530,92 @@ class McpServers:
     def limit(self, seconds: float) -> float:
         return max(0.1, min(seconds, self.deadline.left()))
 
-    async def open(self) -> dict[str, McpListing]:
-        import asyncio
+    async def open(self, servers: Sequence[McpServer]) -> dict[str, McpOffer]:
         self.stopped = self.loop.create_future()
         self.loop.add_reader(self.processes.stopped, self.stop)
-        for peer in self.peers.values():
-            peer.task = asyncio.ensure_future(peer.serve())
-        return dict(zip(self.peers, await asyncio.gather(*map(self.opened, self.peers.values()))))
-
-    async def opened(self, peer: McpPeer) -> McpListing:
-        """What a server offers once it has come up."""
-        import asyncio
-        timeout, ready = self.limit(peer.server.start_s), asyncio.ensure_future(peer.ready.wait())
-        until = self.loop.time() + timeout
-        await asyncio.wait({peer.task, ready, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if peer.ready.is_set():
-            return await self.listing(peer, max(0.1, until - self.loop.time()))
-        problem = peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s"
-        peer.task.cancel()
-        return McpListing({}, problem, peer.last_words)
+        return dict(zip([server.name for server in servers], await asyncio.gather(*map(self.opened, servers))))
 
     def stop(self) -> None:
         self.loop.remove_reader(self.processes.stopped)
         self.stopped.set_result(None)
 
-    async def listing(self, peer: McpPeer, timeout: float) -> McpListing:
+    async def opened(self, server: McpServer) -> McpOffer:
+        """What a server offers once it has come up; one that does not is ended."""
+        try:
+            peer = self.peers[server.name] = McpPeer(server, self.processes)
+        except OSError as error:
+            return McpFailure(f"cannot start {server.argv[0]}: {error.strerror}", server.name)
+        timeout = self.limit(server.start_s)
+        until = self.loop.time() + timeout
+        await asyncio.wait({peer.task, peer.session, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            if not peer.session.done():
+                raise McpFailure(peer.gone() if peer.task.done() else f"no answer within {timeout:.3g}s", server.name,
+                                 last_words=peer.last_words)
+            return await self.listing(peer, max(0.1, until - self.loop.time()))
+        except McpFailure as failure:
+            await peer.farewell()
+            return failure
+
+    async def listing(self, peer: McpPeer, timeout: float) -> dict[str, McpDefinition]:
+        """The tools that a server offers, by name. Raises McpFailure."""
         tools, cursor, until = {}, {}, self.loop.time() + timeout
         for _ in range(MOST_PAGES):
-            reply = await self.asked(peer, "tools/list", cursor, until - self.loop.time())
-            if reply.end is not McpEnd.ANSWERED:
-                return McpListing({}, reply.problem, reply.last_words)
-            told = reply.result.get("tools")
+            page = await self.asked(peer, "tools/list", cursor, until - self.loop.time())
+            told = page.get("tools")
             for item in told if isinstance(told, list) else ():
                 if isinstance(item, dict) and isinstance(item.get("name"), str):
                     tools[item["name"]] = McpDefinition(
-                        item["name"], item.get("description"), item.get("inputSchema"), item.get("annotations"))
-            if not isinstance(reply.result.get("nextCursor"), str):
-                return McpListing(tools)
-            cursor = {"cursor": reply.result["nextCursor"]}
-        return McpListing(problem="its list of tools has no end")
+                        list(peer.server.argv) or peer.server.url, item["name"], item.get("description"),
+                        item.get("inputSchema"), item.get("annotations"))
+            if not isinstance(page.get("nextCursor"), str):
+                return tools
+            cursor = {"cursor": page["nextCursor"]}
+        raise McpFailure("its list of tools has no end", peer.server.name)
 
-    async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> McpReply:
-        """Sends one request; waits until it is answered, the time is over, the run is stopped or the server gone."""
-        import asyncio
-        if peer.session is None or peer.finish.is_set() or peer.task.done():
-            return await self.lost(peer)
+    async def asked(self, peer: McpPeer, method: str, params: JSON, timeout: float) -> Mapping[str, JSON]:
+        """The result of one request. Raises McpFailure where it is refused, the time is over, the run is stopped or the
+        server gone; after a call, what it did is not known then."""
+        name, effect, status = peer.server.name, "", ToolStatus.FAILED
+        if method == "tools/call":
+            effect, status = "what it did until then is not known", ToolStatus.TIMEOUT
+        if peer.finish.is_set() or peer.task.done():
+            raise await peer.lost(effect)
         asking = asyncio.ensure_future(peer.request(method, params))
         try:
             await asyncio.wait({asking, peer.task, self.stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and not asking.exception():
-                return McpReply(McpEnd.ANSWERED, asking.result())
+                return asking.result()
             refused = getattr(asking.exception(), "error", None) if asking.done() else None  # the SDK's own have it
             if refused and not peer.finish.is_set():
-                return McpReply(McpEnd.REFUSED, problem=f"it refused: {refused.message}")
+                raise McpFailure(f"it refused: {refused.message}", name)
             if asking.done() or peer.task.done():
-                return await self.lost(peer)
+                raise await peer.lost(effect)
             if self.stopped.done():
-                return McpReply(McpEnd.STOPPED, problem="ended because the run was stopped")
-            return McpReply(McpEnd.TIMED_OUT, problem=f"no answer within {timeout:.3g}s")
+                raise McpFailure("ended because the run was stopped", name, effect, status)
+            raise McpFailure(f"no answer within {timeout:.3g}s", name, effect, status)
         finally:
             asking.cancel()
             await asyncio.wait({asking}, timeout=PIPE_GRACE)
 
-    async def lost(self, peer: McpPeer) -> McpReply:
-        """What is said of a server that is gone, once its last words and its exit code are there."""
-        import asyncio
-        await asyncio.wait({peer.task}, timeout=3 * PIPE_GRACE)
-        return McpReply(McpEnd.GONE, {}, peer.gone(), peer.last_words)
-
-    def close(self) -> None:
-        """Ends every server, side by side. What would outlast this the guard of the processes ends."""
-        if self.loop is not None:
-            self.wait(self.farewell())
-            self.loop.call_soon_threadsafe(self.loop.stop)
-        self.end(list(self.peers))
-
     async def farewell(self) -> None:
-        import asyncio
-        for peer in self.peers.values():
-            peer.finish.set()
-        tasks = {peer.task for peer in self.peers.values() if peer.task}
-        if tasks:
-            await asyncio.wait(tasks, timeout=FAREWELL)
-
-    def end(self, names: Sequence[str]) -> None:
-        children = [child for name in names if (child := self.peers[name].child) and child.pid in self.processes.groups]
-        ending = [threading.Thread(target=end_server, args=(child,)) for child in children]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
-        for child in children:
-            self.processes.ended(child.pid)
+        await asyncio.gather(*(peer.farewell() for peer in self.peers.values()))
 
 
 class McpPeer:
-    """One MCP server while it runs. But for its process, all of it belongs to the loop's thread."""
+    """One MCP server while it runs. All of it belongs to the loop's thread, where no signal is raised: its process is
+    in the list of those to end as soon as it is there. Raises OSError where it cannot be started."""
 
-    def __init__(self, server: McpServer, child: Any):
-        import asyncio
-        self.server, self.child = server, child
-        self.ready, self.finish = asyncio.Event(), asyncio.Event()
-        self.session: Any = None
-        self.task: Any = None
-        self.kept = b""
+    def __init__(self, server: McpServer, processes: Processes):
+        self.server, self.processes, self.child, self.kept = server, processes, None, b""
+        if server.argv:
+            self.child = subprocess.Popen(
+                server.argv, env=dict(server.environment), cwd=server.cwd, bufsize=0, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            processes.began(self.child.pid)
+        self.session = asyncio.get_running_loop().create_future()  # the SDK's, once the two have shaken hands
+        self.finish = asyncio.Event()
+        self.task = asyncio.ensure_future(self.serve())
 
     async def serve(self) -> None:
         """Speaks with the server from the handshake to `finish`."""
@@ -2691,26 +2625,39 @@ class McpPeer:
         async with (self.piped() if self.child else self.posted()) as (read, write):
             async with mcp.ClientSession(read, write, client_info=known_as) as session:
                 await session.initialize()
-                self.session = session
-                self.ready.set()
+                self.session.set_result(session)
                 await self.finish.wait()
+
+    async def farewell(self) -> None:
+        """Ends the session, then what is left of the processes. With its stdin closed, a server may end by itself."""
+        self.finish.set()
+        if not self.session.done():  # the handshake is not waited for
+            self.task.cancel()
+        await asyncio.wait({self.task}, timeout=FAREWELL)
+        if self.child and self.child.pid in self.processes.groups:
+            await self.exited(TERM_GRACE)
+            await asyncio.to_thread(end_group, self.child)
+            self.processes.ended(self.child.pid)
+
+    async def exited(self, grace: float) -> None:
+        """Waits for the end of the process, `grace` seconds at most."""
+        for _ in range(round(grace * 100)):
+            if self.child.poll() is not None:
+                return
+            await asyncio.sleep(0.01)
 
     async def request(self, method: str, params: JSON) -> Mapping[str, JSON]:
         """The result of one request as it came: the SDK's own check of results could fetch what a schema names."""
-        import asyncio
-
         from mcp import types
-        kinds = {"tools/list": (types.ListToolsRequest, types.PaginatedRequestParams),
-                 "tools/call": (types.CallToolRequest, types.CallToolRequestParams)}
-        kind, kind_of_params = kinds[method]
-        number = self.session._request_id  # it gets this one; the SDK does not say so, nor cancel by itself
+        session = self.session.result()
+        number = session._request_id  # it gets this one; the SDK does not say so, nor cancel by itself
         try:
-            request = types.ClientRequest(kind(params=kind_of_params(**params)))
-            return (await self.session.send_request(request, types.Result)).model_extra
+            request = types.Request[dict[str, Any], str](method=method, params=params)
+            return (await session.send_request(request, types.Result)).model_extra
         except asyncio.CancelledError:
-            told = types.CancelledNotificationParams(requestId=number, reason="no longer waited for")
-            notification = types.ClientNotification(types.CancelledNotification(params=told))
-            await self.session.send_notification(notification)
+            told = {"requestId": number, "reason": "no longer waited for"}
+            await session.send_notification(
+                types.Notification[dict[str, Any], str](method="notifications/cancelled", params=told))
             raise
 
     @contextlib.asynccontextmanager
@@ -2727,13 +2674,10 @@ class McpPeer:
     @contextlib.asynccontextmanager
     async def piped(self) -> Any:
         """The two streams of a server behind pipes; its stdin is closed at the end of them."""
-        import asyncio
-
         import anyio
         heard, read = anyio.create_memory_object_stream(0)
         write, said = anyio.create_memory_object_stream(0)
-        loop = asyncio.get_running_loop()
-        pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.child.stdin)
+        pipe, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, self.child.stdin)
         pumps = [asyncio.ensure_future(work) for work in (self.hear(heard), self.say(said, pipe), self.overhear())]
         try:
             yield read, write
@@ -2742,9 +2686,7 @@ class McpPeer:
             await asyncio.wait(pumps, timeout=PIPE_GRACE)
             for pump in pumps:
                 pump.cancel()
-            until = loop.time() + PIPE_GRACE
-            while self.child.poll() is None and loop.time() < until:  # its pipes end a moment before it does
-                await asyncio.sleep(0.01)
+            await self.exited(PIPE_GRACE)  # its pipes end a moment before it does
 
     async def hear(self, heard: Any) -> None:
         """Hands on the messages of the server; any other line that it prints is kept as its words."""
@@ -2775,6 +2717,11 @@ class McpPeer:
     def keep(self, words: bytes) -> None:
         self.kept = (self.kept + words)[-LAST_WORDS:]
 
+    async def lost(self, effect: str) -> McpFailure:
+        """What is said of a server that is gone, once its last words and its exit code are there."""
+        await asyncio.wait({self.task}, timeout=3 * PIPE_GRACE)
+        return McpFailure(self.gone(), self.server.name, effect, last_words=self.last_words)
+
     @property
     def last_words(self) -> str:
         """What it printed last beside its messages."""
@@ -2782,7 +2729,7 @@ class McpPeer:
 
     def gone(self) -> str:
         """What is known of a server that is no longer there."""
-        error = self.task.exception() if self.task and self.task.done() and not self.task.cancelled() else None
+        error = self.task.exception() if self.task.done() and not self.task.cancelled() else None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         code = self.child.poll() if self.child else None
@@ -2795,17 +2742,9 @@ class McpPeer:
 
 async def reader_of(pipe: Any) -> Any:
     """What reads a pipe of a process by lines, none longer than MOST_MESSAGE."""
-    import asyncio
     reader = asyncio.StreamReader(limit=MOST_MESSAGE)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader
-
-
-def end_server(child: subprocess.Popen) -> None:
-    """Ends a server whose stdin is closed: it may end by itself within a grace, else its whole group is ended."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(TERM_GRACE)
-    end_group(child)
 
 
 def sdk_problem() -> str:
@@ -2814,9 +2753,11 @@ def sdk_problem() -> str:
     try:
         version = metadata.version("mcp")
     except metadata.PackageNotFoundError:
-        return "the MCP SDK is not installed (in a clone: pip install '.[mcp]')"
-    mend = "in a clone: pip install '.[mcp]'"
-    return "" if version.startswith("1.") else f"the MCP SDK is {version}, and 1.x is needed ({mend})"
+        version = ""
+    if version.startswith("1."):
+        return ""
+    said = f"{version}, and 1.x is needed" if version else "not installed"
+    return f"the MCP SDK is {said} (in a clone: pip install '.[mcp]')"
 
 
 def is_loopback(host: str) -> bool:
@@ -2863,25 +2804,23 @@ def opened(path: str, is_wanted: Callable[[int], bool], wanted: str) -> Iterator
 def write_atomic(path: str, data: bytes) -> None:
     """Puts a new file in the place of a resolved path, with the mode of the old one. Raises ToolError."""
     folder, name = os.path.split(path)
-    directory, partial = open_resolved(folder), f".{name[:200]}.{os.getpid()}"
+    partial = f".{name[:200]}.{os.getpid()}"
     try:
-        mode = existing_mode(directory, name)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
-                             dir_fd=directory)
-        try:
-            write_all(descriptor, data)
-            os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-            os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError:
-            os.unlink(partial, dir_fd=directory)
-            raise
-        finally:
-            os.close(descriptor)
+        with opened(folder, stat.S_ISDIR, "a folder") as directory:
+            mode = existing_mode(directory, name)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
+                                 dir_fd=directory)
+            try:
+                with open(descriptor, "wb", buffering=0):
+                    write_all(descriptor, data)
+                    os.fchmod(descriptor, mode)
+                    os.fsync(descriptor)
+                os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except OSError:
+                os.unlink(partial, dir_fd=directory)
+                raise
     except OSError as error:
         raise ToolError(error.strerror or str(error), path) from error
-    finally:
-        os.close(directory)
 
 
 def existing_mode(directory: int, name: str) -> int:
@@ -2925,84 +2864,82 @@ def read_file(path: str) -> str:
         raise ConfigError("not UTF-8 text", path) from error
 
 
-def find_skills(folders: Sequence[str]) -> Iterator[tuple[Skill | None, tuple[Finding, ...]]]:
-    """The skills in the sub-folders of each folder by name, or what keeps one from being used.
+def find_skills(folders: Sequence[str]) -> Iterator[Skill | Finding]:
+    """The skills in the sub-folders of each folder by name, and what keeps one from being used.
 
     No link below a folder is followed. A folder that does not exist yields nothing."""
     for place in map(os.path.realpath, folders):
         try:
             with os.scandir(place) as entries:
                 names = sorted(entry.name for entry in entries if entry.is_symlink() or entry.is_dir())
-            shared = writable_by_others(place)
+            if writable_by_others(place):
+                yield Finding(place, "not used: others may write it")
+                continue
         except FileNotFoundError:
             continue
         except OSError as error:
-            yield None, (Finding(place, error.strerror or str(error)),)
-            continue
-        if shared:
-            yield None, (Finding(place, "not used: others may write it"),)
+            yield Finding(place, error.strerror or str(error))
             continue
         for name in names[:MOST_SKILLS]:
             if os.path.lexists(f"{place}/{name}/SKILL.md"):
-                yield read_skill(f"{place}/{name}")
+                yield from read_skill(f"{place}/{name}")
         if len(names) > MOST_SKILLS:
-            yield None, (Finding(place, f"only the first {MOST_SKILLS:,} of {len(names):,} folders were looked at"),)
+            yield Finding(place, f"only the first {MOST_SKILLS:,} of {len(names):,} folders were looked at")
 
 
-def read_skill(folder: str) -> tuple[Skill | None, tuple[Finding, ...]]:
+def read_skill(folder: str) -> Iterator[Skill | Finding]:
     """The skill in a folder, or what keeps it from being used."""
     where = f"{folder}/SKILL.md"
-    for path in (folder, where):
-        if os.path.islink(path):
-            return None, (Finding(path, "not used: a link is not followed"),)
     try:
+        for path in (folder, where):
+            if os.path.islink(path):
+                raise ConfigError("not used: a link is not followed", path)
         with opened(folder, stat.S_ISDIR, "a folder") as directory, opened(where, stat.S_ISREG, "a file") as descriptor:
             for path, opened_path in ((folder, directory), (where, descriptor)):
                 if writable_by_others(opened_path):
-                    return None, (Finding(path, "not used: others may write it"),)
+                    raise ConfigError("not used: others may write it", path)
             with open(descriptor, "rb", closefd=False) as file:
                 data = file.read(MOST_SKILL_BYTES + 1)
         if len(data) > MOST_SKILL_BYTES:
-            return None, (Finding(where, f"not used: larger than {MOST_SKILL_BYTES // 1024} KiB"),)
-        resources, findings = list_resources(folder)
-        skill, about = parse_skill(data.decode(), folder, resources)
-        return skill, about + findings
+            raise ConfigError(f"not used: larger than {MOST_SKILL_BYTES // 1024} KiB", where)
+        resources = list(list_resources(folder))
+        yield from parse_skill(data.decode(), folder, [path for path in resources if isinstance(path, str)])
+        yield from (finding for finding in resources if isinstance(finding, Finding))
     except UnicodeDecodeError as error:
-        return None, (Finding(f"{where}:{data.count(10, 0, error.start) + 1}", "not UTF-8 text"),)
+        yield Finding(f"{where}:{data.count(10, 0, error.start) + 1}", "not UTF-8 text")
+    except ConfigError as error:
+        yield Finding(error.where, error.what)
     except (ToolError, OSError) as error:
-        return None, (Finding(where, str(error).removeprefix(f"{where}: ")),)
+        yield Finding(where, str(error).removeprefix(f"{where}: "))
 
 
-def list_resources(folder: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
+def list_resources(folder: str) -> Iterator[str | Finding]:
     """The files below scripts/, references/ and assets/, and what is not listed: links, and all past a bound."""
-    files, findings, looked = [], [], 0
-    waiting = deque(name for name in RESOURCE_FOLDERS if os.path.lexists(f"{folder}/{name}"))
+    looked, waiting = 0, deque(name for name in RESOURCE_FOLDERS if os.path.lexists(f"{folder}/{name}"))
     while waiting and looked < MOST_RESOURCES:
         path, looked = waiting.popleft(), looked + 1
         whole_path = f"{folder}/{path}"
         try:
             mode = os.lstat(whole_path).st_mode
             if stat.S_ISLNK(mode):
-                findings.append(Finding(whole_path, "not listed: a link is not followed"))
+                yield Finding(whole_path, "not listed: a link is not followed")
             elif stat.S_ISREG(mode):
-                files.append(path)
+                yield path
             elif stat.S_ISDIR(mode):
                 with opened(whole_path, stat.S_ISDIR, "a folder") as directory, os.scandir(directory) as entries:
                     some = itertools.islice(entries, MOST_RESOURCES + 1)
                     waiting.extend(f"{path}/{name}" for name in sorted(entry.name for entry in some))
         except (ToolError, OSError) as error:
-            findings.append(Finding(whole_path, str(error)))
+            yield Finding(whole_path, str(error))
     if waiting:
-        findings.append(Finding(folder, f"not all files are listed: more than {MOST_RESOURCES} files and folders"))
-    return tuple(files), tuple(findings)
+        yield Finding(folder, f"not all files are listed: more than {MOST_RESOURCES} files and folders")
 
 
 def writable_by_others(path: str | int) -> bool:
     """Whether someone else may change the file: a write bit for other, or for a group not the owner's own."""
     found = os.stat(path)
-    if found.st_mode & stat.S_IWOTH:
-        return True
-    return bool(found.st_mode & stat.S_IWGRP) and not is_own_group(found.st_uid, found.st_gid)
+    by_group = bool(found.st_mode & stat.S_IWGRP) and not is_own_group(found.st_uid, found.st_gid)
+    return by_group or bool(found.st_mode & stat.S_IWOTH)
 
 
 def is_own_group(uid: int, gid: int) -> bool:
@@ -3016,6 +2953,8 @@ def is_own_group(uid: int, gid: int) -> bool:
     return owner.pw_gid == gid and set(group.gr_mem) <= {owner.pw_name}
 
 
+asyncio = Lazy("asyncio")
+McpOffer = Mapping[str, McpDefinition] | McpFailure  # what a server offers, by name, or why it offers nothing
 RESOURCE_FOLDERS = ("scripts", "references", "assets")
 MOST_SKILLS = 1000  # folders looked at in one place
 MOST_SKILL_BYTES = 256 * 1024
@@ -3258,22 +3197,17 @@ class HttpTool(Kind):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        return tuple(found["secret"] for text in (*self.headers.values(), *texts_in(self.body))
-                     for found in TEMPLATE.finditer(text) if found["secret"])
+        return tuple(variables((*self.headers.values(), *texts_in(self.body))))
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
         url, rest = str(parse_url(render_url(self.url, self.query, arguments))), []
         if self.method != "GET":
             rest.append(("method", self.method))
-        rest += [(header, text) for header, text in self.filled_headers(arguments, "${{{}}}".format).items()]
+        rest += [(header, text) for header, text in filled_headers(self.headers, arguments, "${{{}}}".format).items()]
         if self.body is not None:
             rest.append(("body", compact(filled_json(self.body, arguments, "${{{}}}".format))))
         asked = arguments[placeholders(self.url)[0]] if PLACEHOLDER.fullmatch(self.url) else ""
         return Canonical(name, self.form, url, asked, tuple(rest))
-
-    def filled_headers(self, arguments: JSON, secret: Callable[[str], str]) -> dict[str, str]:
-        return {name: fill(template, arguments, header_value, secret) for name, template in self.headers.items()
-                if set(placeholders(template)) <= arguments.keys()}
 
     def is_bounded(self, canonical: Canonical) -> bool:
         """Whether the URL is at the template's own place; a template that takes any URL has none."""
@@ -3287,7 +3221,7 @@ class HttpTool(Kind):
         return f"{host} is {inside[0]}, which is no public address" if inside else ""
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        headers = self.filled_headers(arguments, context.secret)
+        headers = filled_headers(self.headers, arguments, context.secret)
         if self.method not in SAFE_METHODS:
             headers["idempotency-key"] = context.key
         body = None if self.body is None else filled_json(self.body, arguments, context.secret)
@@ -3450,6 +3384,24 @@ def fill(template: str, arguments: JSON, value_of: Callable[[str], str], secret:
                         template)
 
 
+def variables(templates: Iterable[str]) -> Iterator[str]:
+    """The names of the variables that templates name."""
+    return (found["secret"] for text in templates for found in TEMPLATE.finditer(text) if found["secret"])
+
+
+def given_variable(environ: Mapping[str, str], name: str) -> str:
+    """The variable that a template names. Raises ToolError where there is none."""
+    if not environ.get(name):
+        raise ToolError(f"the variable {name} is not set: the operator must give it")
+    return environ[name]
+
+
+def filled_headers(headers: Mapping[str, str], arguments: JSON, secret: Callable[[str], str]) -> dict[str, str]:
+    """The headers with their placeholders filled in; one whose parameter is absent is left out."""
+    return {name: fill(template, arguments, header_value, secret) for name, template in headers.items()
+            if set(placeholders(template)) <= arguments.keys()}
+
+
 def filled_json(template: JSON, arguments: JSON, secret: Callable[[str], str]) -> JSON:
     """A JSON template: "{x}" alone becomes the value itself, and a key of an absent parameter is left out."""
     if isinstance(template, dict):
@@ -3492,7 +3444,7 @@ class Mcp(Kind):
     """A tool of an MCP server. What the server says of it grants nothing, and must stay what it was."""
 
     servers: McpServers
-    server: McpServer
+    server: str
     tool: str
     pinned: str  # the digest of the definition that may be called
     form = ScopeForm.PAIRS
@@ -3509,23 +3461,20 @@ class Mcp(Kind):
 
     def changed(self) -> str:
         """What is wrong with the definition as the server has it now. Raises ToolError if it does not say."""
-        found = self.servers.definition(self.server.name, self.tool)
+        found = self.servers.definition(self.server, self.tool)
         if found is None:
             return "the server does not offer the tool any more"
-        same = found.pin(self.server) == self.pinned
-        return "" if same else "the definition of the tool has changed since it was pinned"
+        return "" if found.pin == self.pinned else "the definition of the tool has changed since it was pinned"
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         changed = self.changed()  # a person may have taken a while to answer
         if changed:
             raise ToolError(changed)
-        reply = self.servers.call(self.server.name, self.tool, arguments, context.timeout)
-        if reply.end is McpEnd.ANSWERED:
-            status = ToolStatus.FAILED if reply.result.get("isError") else ToolStatus.OK
-            return ToolOutput(status, whole(result_text(reply.result)))
-        known = "" if reply.end is McpEnd.REFUSED else "; what it did until then is not known"
-        note = f"the MCP server {self.server.name}: {reply.problem}{known}"
-        return ToolOutput(MCP_STATUS[reply.end], whole(reply.last_words), note)
+        try:
+            result = self.servers.call(self.server, self.tool, arguments, context.timeout)
+        except McpFailure as failure:
+            return ToolOutput(failure.status, whole(failure.last_words), str(failure))
+        return ToolOutput(ToolStatus.FAILED if result.get("isError") else ToolStatus.OK, whole(result_text(result)))
 
 
 def result_text(result: Mapping[str, JSON]) -> str:
@@ -3800,8 +3749,6 @@ CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_
 NEVER_PROMPT = {"GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PAGER": "cat",
                 "SYSTEMD_PAGER": "", "SSH_ASKPASS_REQUIRE": "never", "GIT_PAGER": "cat"}
 PATH_PARAMETER = {"type": "string", "minLength": 1}
-MCP_STATUS = {McpEnd.REFUSED: ToolStatus.FAILED, McpEnd.TIMED_OUT: ToolStatus.TIMEOUT,
-              McpEnd.STOPPED: ToolStatus.TIMEOUT, McpEnd.GONE: ToolStatus.FAILED}
 
 
 @value
@@ -4011,7 +3958,7 @@ def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]
             raise ConfigError(f"kind {entry.kind!r} is none of {', '.join(KINDS)}", where)
         tool = build_tool(name, entry, manifest, where)
         forms[name] = tool.kind.form
-        missing = missing_program(tool, find_program)
+        missing = next((program for program in needed_programs(tool.kind) if find_program(program) is None), None)
         if missing and entry.required:
             raise ConfigError(f"the program {missing!r} is not on this machine", where)
         if missing:
@@ -4078,9 +4025,7 @@ def build_builtin(name: str, entry: Entry, prefix: tuple[str, ...], where: str) 
         if not isinstance(kind, PathBuiltin):
             raise ConfigError("only a file tool has roots", f"{where}.roots")
         kind = replace(kind, roots=entry.roots)
-    schema = {"type": "object", "properties": dict(builtin.properties), "required": list(builtin.required),
-              "additionalProperties": False}
-    return kind, entry.description or builtin.description, schema
+    return kind, entry.description or builtin.description, object_schema(dict(builtin.properties), builtin.required)
 
 
 def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[HttpTool, str, JSON]:
@@ -4106,9 +4051,8 @@ def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> 
 def build_agent(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Agent, str, JSON]:
     if not entry.tools or entry.max_turns < 1:
         raise ConfigError("tools = [\"…\"] and max_turns from 1 on are needed", where)
-    schema = {"type": "object", "properties": {"task": {"type": "string", "minLength": 1, "description": "what to find out or do"}},
-              "required": ["task"], "additionalProperties": False}
-    return Agent(entry.system or AGENT_PROMPT, entry.tools, entry.max_turns), entry.description, schema
+    task = {"type": "string", "minLength": 1, "description": "what to find out or do"}
+    return Agent(entry.system or AGENT_PROMPT, entry.tools, entry.max_turns), entry.description, object_schema({"task": task}, ["task"])
 
 
 def check_parameters(used: set[str], schema: JSON, where: str) -> None:
@@ -4120,9 +4064,11 @@ def check_parameters(used: set[str], schema: JSON, where: str) -> None:
 
 
 def parameters_schema(entry: Entry, where: str) -> JSON:
-    """The JSON Schema of a tool's arguments: nothing undeclared, text not empty unless declared so."""
+    """The JSON Schema of a tool's arguments: nothing undeclared, text not empty unless declared so. Raises ConfigError."""
     if entry.schema is not None:
-        return closed_schema(entry.schema, f"{where}.schema")
+        if not isinstance(entry.schema, dict) or entry.schema.get("type") != "object":
+            raise ConfigError('a JSON Schema with type = "object" is needed', f"{where}.schema")
+        return checked_schema(entry.schema, f"{where}.schema")
     properties, required = {}, []
     for name, parameter in entry.params.items():
         if not isinstance(parameter, dict) or not isinstance(parameter.get("type"), str):
@@ -4133,15 +4079,11 @@ def parameters_schema(entry: Entry, where: str) -> JSON:
         properties[name] = told
         if "default" not in told and not parameter.get("optional"):
             required.append(name)
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return closed_schema(schema, f"{where}.params")
+    return checked_schema(object_schema(properties, required), f"{where}.params")
 
 
-def closed_schema(schema: JSON, where: str) -> JSON:
-    """The schema of a tool's arguments, checked. Raises ConfigError."""
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        raise ConfigError('a JSON Schema with type = "object" is needed', where)
-    return checked_schema(schema, where)
+def object_schema(properties: JSON, required: Sequence[str]) -> JSON:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
 def checked_schema(schema: JSON, where: str) -> JSON:
@@ -4165,115 +4107,110 @@ def check_schema(schema: JSON, where: str) -> None:
 
 def references(value: JSON) -> Iterator[JSON]:
     """Every $ref in a schema."""
-    if isinstance(value, dict):
-        if "$ref" in value:
-            yield value["$ref"]
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from references(item)
+    if isinstance(value, dict) and "$ref" in value:
+        yield value["$ref"]
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from references(item)
 
 
 def check_server(name: str, entry: McpEntry, where: str) -> None:
     """Raises ConfigError for an [mcp.SERVER] table that cannot be meant."""
-    if not TOOL_NAME.fullmatch(name) or "__" in name:
-        raise ConfigError("a server's name has letters, digits, - and _, no __", where)
-    if bool(entry.argv) == bool(entry.url):
-        raise ConfigError("either argv or url is needed", where)
+    for wrong, key, what in (
+            (not TOOL_NAME.fullmatch(name) or "__" in name, "", "a server's name has letters, digits, - and _, no __"),
+            (bool(entry.argv) == bool(entry.url), "", "either argv or url is needed"),
+            (entry.headers and not entry.url, ".headers", "only a server with url has headers"),
+            (entry.env and not entry.argv, ".env", "only a server with argv has env"),
+            (not entry.tools, ".tools", "the names of the tools that may be used are needed"),
+            *((not TOOL_NAME.fullmatch(f"{name}__{tool}"), ".tools",
+               f"{tool!r}: a tool's name has letters, digits, - and _, at most 64 with {name}__") for tool in entry.tools),
+            *((tool not in entry.tools, ".readonly", f"{tool!r} is none of its tools") for tool in entry.readonly)):
+        if wrong:
+            raise ConfigError(what, where + key)
     if entry.url:
         try:
             parse_url(entry.url)
         except ToolError as error:
             raise ConfigError(str(error), f"{where}.url") from error
-    for key, needed in (("headers", "url"), ("env", "argv")):
-        if getattr(entry, key) and not getattr(entry, needed):
-            raise ConfigError(f"only a server with {needed} has {key}", f"{where}.{key}")
-    if not entry.tools:
-        raise ConfigError("the names of the tools that may be used are needed", f"{where}.tools")
-    for tool in entry.tools:
-        if not TOOL_NAME.fullmatch(f"{name}__{tool}"):
-            raise ConfigError(f"{tool!r}: a tool's name has letters, digits, - and _, at most 64 with {name}__",
-                              f"{where}.tools")
-    for tool in entry.readonly:
-        if tool not in entry.tools:
-            raise ConfigError(f"{tool!r} is none of its tools", f"{where}.readonly")
+    check_parameters({name for text in entry.headers.values() for name in placeholders(text)}, {}, f"{where}.headers")
     for key in ("timeout", "start_timeout"):
         duration(getattr(entry, key), f"{where}.{key}")
 
 
 def servers_of(manifest: Manifest, environ: Mapping[str, str], cwd: str) -> tuple[McpServer, ...]:
     """The MCP servers of a manifest, ready to be started. Raises ConfigError for a variable that is not set."""
-    return tuple(McpServer(name, entry.argv, entry.url, filled_headers(entry, environ, f"{manifest.where}: mcp.{name}"),
-                           process_environment(environ, entry.env), cwd, duration(entry.start_timeout, name))
-                 for name, entry in manifest.mcp.items())
-
-
-def filled_headers(entry: McpEntry, environ: Mapping[str, str], where: str) -> dict[str, str]:
-    """The headers with `${NAME}` filled in from the environment."""
-    def fill(found: re.Match[str]) -> str:
-        if found[1] not in environ:
-            raise ConfigError(f"the variable {found[1]} is not set", f"{where}.headers")
-        return environ[found[1]]
-    return {name: HEADER_VARIABLE.sub(fill, text) for name, text in entry.headers.items()}
+    servers = []
+    for name, entry in manifest.mcp.items():
+        try:
+            headers = filled_headers(entry.headers, {}, functools.partial(given_variable, environ))
+        except ToolError as error:
+            raise ConfigError(error.what, f"{manifest.where}: mcp.{name}.headers") from error
+        servers.append(McpServer(name, entry.argv, entry.url, headers, process_environment(environ, entry.env), cwd,
+                                 duration(entry.start_timeout, name)))
+    return tuple(servers)
 
 
 def header_secrets(manifest: Manifest, environ: Mapping[str, str]) -> tuple[str, ...]:
     """What of the servers' headers is shown nowhere: variables, and the words of those that are secret by name."""
     headers = [pair for entry in manifest.mcp.values() for pair in entry.headers.items()]
-    filled = [environ.get(variable, "") for _, text in headers for variable in HEADER_VARIABLE.findall(text)]
     named = [word for name, text in headers if SECRET_WORDS & set(re.split("[_-]", name.upper()))
-             for word in HEADER_VARIABLE.sub("", text).split()]
-    return (*filled, *named)
+             for word in fill(text, {}, str, lambda variable: "").split()]
+    return (*(environ.get(variable, "") for variable in variables(text for _, text in headers)), *named)
 
 
-def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, listings: Mapping[str, McpListing],
-                      pins: Mapping[str, str]) -> Registry:
+def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServers, offers: Mapping[str, McpOffer],
+                      pins: Mapping[str, str], definitions: Mapping[str, ToolSpec]) -> Registry:
     """The registry with the tools that the manifest lists of its servers; one that cannot be used is left out with a
     warning. Raises ConfigError (exit 12) where a required server is not there."""
     tools, warnings = dict(registry.tools), list(registry.warnings)
     for server, entry in manifest.mcp.items():
-        listing, problems = listings[server], []
-        if listing.problem:
-            said = f"; its last words: {listing.last_words}" if listing.last_words else ""
-            problems.append(f"the MCP server {server} is left out: {listing.problem}{said}")
-        for name in () if listing.problem else entry.tools:
-            try:
-                tool, changed = server_tool(f"{server}__{name}", entry, listing.tools.get(name), servers, pins)
-            except (ToolError, ConfigError) as error:
-                problems.append(f"the tool {server}__{name} is left out: {error.what}")
-                continue
-            tools[tool.name] = tool
-            warnings += changed
+        offer, problems = offers[server], []
+        if isinstance(offer, McpFailure):
+            said = f"; its last words: {offer.last_words}" if offer.last_words else ""
+            problems.append(f"the MCP server {server} is left out: {offer.what}{said}")
+        else:
+            for tool in entry.tools:
+                name = f"{server}__{tool}"
+                try:
+                    spec, pin, changed = known_definition(name, offer.get(tool), pins, definitions)
+                except (ToolError, ConfigError) as error:
+                    problems.append(f"the tool {name} is left out: {error.what}")
+                else:
+                    tools[name] = server_tool(spec, Mcp(servers, server, tool, pin), entry)
+                    warnings += changed
         if problems and entry.required:
             raise ConfigError(problems[0], f"{manifest.where}: mcp.{server}", code=ExitCode.MCP_MISSING)
         warnings += problems
     return replace(registry, tools=tools, warnings=tuple(warnings))
 
 
-def server_tool(name: str, entry: McpEntry, found: McpDefinition | None, servers: McpServers,
-                pins: Mapping[str, str]) -> tuple[Tool, list[str]]:
-    """The Tool of a definition, and a warning where it is not the pinned one: such a tool is there to be denied.
+def with_recorded_tools(registry: Registry, manifest: Manifest, servers: McpServers, pins: Mapping[str, str],
+                        definitions: Mapping[str, ToolSpec]) -> Registry:
+    """The registry with the tools of servers as a recorded session had them."""
+    found = {name: server_tool(definitions[name], Mcp(servers, server, tool, pins[name]), entry)
+             for server, entry in manifest.mcp.items() for tool in entry.tools
+             if (name := f"{server}__{tool}") in definitions}
+    return replace(registry, tools={**registry.tools, **found})
 
-    Raises ConfigError, ToolError where nothing can be made of it."""
+
+def known_definition(name: str, found: McpDefinition | None, pins: Mapping[str, str],
+                     definitions: Mapping[str, ToolSpec]) -> tuple[ToolSpec, str, list[str]]:
+    """What the model is told of a server's tool, its pin, and a warning where that is not what the server says now:
+    such a tool is there to be denied. Raises ConfigError, ToolError where nothing can be made of it."""
     if found is None:
         raise ConfigError("the server does not offer it")
     check_value((found.description, found.schema), name)
-    server = servers.peers[name.partition("__")[0]].server
-    now = found.pin(server)
-    pinned = pins.get(name, now)
-    if pinned == now:
-        description, schema, warnings = server_words(found.description), server_schema(found.schema), []
-    else:
-        description, schema = "(changed since it was pinned: every call is denied)", {"type": "object"}
-        warnings = [f"the tool {name} has changed since it was pinned: every call is denied; its digest is now {now}"]
-    kind = Mcp(servers, server, found.name, pinned)
-    return Tool(name, description, schema, kind, entry.approval, found.name in entry.readonly,
-                timeout=duration(entry.timeout, name)), warnings
+    pinned = pins.get(name, found.pin)
+    if pinned == found.pin:
+        words = plain(str(found.description or "").encode("utf-8", "replace"))[:MOST_WORDS]
+        return ToolSpec(name, words, server_schema(found.schema)), pinned, []
+    changed = ToolSpec(name, "(changed since it was pinned: every call is denied)", {"type": "object"})
+    return definitions.get(name, changed), pinned, [
+        f"the tool {name} has changed since it was pinned: every call is denied; its digest is now {found.pin}"]
 
 
-def server_words(description: JSON) -> str:
-    """A server's description for the model: no control characters, and no more than is read."""
-    return plain(str(description or "").encode("utf-8", "replace"))[:MOST_WORDS]
+def server_tool(spec: ToolSpec, kind: Mcp, entry: McpEntry) -> Tool:
+    return Tool(spec.name, spec.description, spec.parameters, kind, entry.approval, kind.tool in entry.readonly,
+                timeout=duration(entry.timeout, spec.name))
 
 
 def server_schema(schema: JSON) -> JSON:
@@ -4300,10 +4237,9 @@ def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Itera
         return {} if schema is True else {"not": {}}
     reference = schema.get("$ref")
     if reference is not None:
-        rest = {key: told for key, told in schema.items() if key != "$ref"}
         named = {} if reference in within else pointed(root, reference)
-        named = named if isinstance(named, dict) else {}
-        return unreferenced({**named, **rest}, root, (*within, reference), parts)
+        rest = {key: told for key, told in schema.items() if key != "$ref"}
+        return unreferenced({**(named if isinstance(named, dict) else {}), **rest}, root, (*within, reference), parts)
     inner = lambda told: unreferenced(told, root, within, parts)
     found = {}
     for key, told in schema.items():
@@ -4329,14 +4265,8 @@ def pointed(root: JSON, reference: str) -> JSON:
     return place
 
 
-def missing_program(tool: Tool, find_program: Callable[[str], str | None]) -> str | None:
-    """The program or sandbox that a tool needs and the machine does not have."""
-    return next((program for program in needed_programs(tool) if find_program(program) is None), None)
-
-
-def needed_programs(tool: Tool) -> tuple[str, ...]:
-    """The programs that a tool starts: its sandbox, and its own."""
-    kind = tool.kind
+def needed_programs(kind: Kind) -> tuple[str, ...]:
+    """The programs that a tool of this kind starts: its sandbox, and its own."""
     return (*(kind.prefix[:1] if isinstance(kind, (Command, Shell)) else ()), *(kind.argv[:1] if isinstance(kind, Command) else ()))
 
 
@@ -4430,7 +4360,6 @@ KINDS = {"command": KindEntry(build_command, frozenset(("argv", "params", "schem
                             frozenset(("timeout", "readonly", "idempotent")))}
 AGENT_PROMPT = "You do one task for another assistant, with the tools you have, and answer with what you found."
 MANY_TOOLS, MANY_PARAMETERS, VAGUE = 20, 5, 12  # tools, parameters, characters of a description
-HEADER_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 MOST_WORDS = 4_000  # characters of a server's description
 MOST_PARTS = 5_000  # schemas in a server's schema, once its references are put in place
 SCHEMA_MAPS = frozenset(("properties", "dependentSchemas"))
@@ -5046,6 +4975,7 @@ class ReplayModel:
             elif isinstance(inner, CallDecided):
                 self.decisions[path + inner.call] = inner
             state = apply(state, event)
+        self.state = state
 
     def window(self) -> int:
         return self.started.options.model.context or ASSUMED_WINDOW
@@ -6319,7 +6249,7 @@ def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: St
 
     Raises ConfigError: off a terminal nothing is guessed, since whoever binds a default port would get the tools."""
     environ, entry = machine.environ, manifest.model
-    spec = flags.model or environ.get("AGENTLOOP_MODEL", "") or entry.spec
+    spec = spec_of(flags, machine, manifest)
     given = flags.url or environ.get("AGENTLOOP_URL", "")
     provider, _, name = spec.partition(":")
     if provider not in (*PROVIDERS, "replay") or not name:
@@ -6340,6 +6270,11 @@ def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: St
     url = http_url(url)
     key = key_of(options, url, machine, trusted_url=given)
     return ModelChoice(provider, name, url, calls, options, key, entry.headers, entry.query)
+
+
+def spec_of(flags: Flags, machine: Machine, manifest: Manifest) -> str:
+    """What flag, environment or manifest call the model, "" where they do not."""
+    return flags.model or machine.environ.get("AGENTLOOP_MODEL", "") or manifest.model.spec
 
 
 def choice_of(flags: Flags, machine: Machine, started: SessionStarted, entry: ModelEntry) -> ModelChoice:
@@ -7250,18 +7185,14 @@ def path_of(state: State, call: str) -> str:
 def context_of(session: Session, call: ToolCall, tool: Tool, on_start: Callable[[int, str], None]) -> ToolContext:
     parts, key = session.parts, session.state.begun[call.id].key
 
-    def secret(name: str) -> str:
-        if not parts.environ.get(name):
-            raise ToolError(f"the variable {name} is not set: the operator must give it")
-        return parts.environ[name]
-
     def unallowed(canonical: Canonical) -> str:
         granted = any(allows(grant, canonical) for grant in session.grants)
         return "" if granted or tool.runs_unasked(canonical) else f"no grant allows that ({exact_grant(canonical)})"
 
     return ToolContext(
         parts.spawn, on_start, tool_environment(parts.environ, tool.environment, key), parts.places,
-        max(0.1, min(tool.timeout, parts.deadline.left())), parts.now, key, parts.request, secret, unallowed,
+        max(0.1, min(tool.timeout, parts.deadline.left())), parts.now, key, parts.request,
+        functools.partial(given_variable, parts.environ), unallowed,
         lambda agent, task: run_agent(session, call, agent, task))
 
 
@@ -7952,36 +7883,47 @@ class Setup(Value):
     places: Places
     grants: tuple[Grant, ...]
     processes: Processes
+    only: tuple[str, ...]
     skills: Mapping[str, Skill] = field(default_factory=dict)
-    secrets: tuple[str, ...] = ()  # what the manifest sends to servers in headers
     on_deny: OnDeny | None = None
+
+    @property
+    def server_tools(self) -> list[Tool]:
+        return [tool for tool in self.registry.tools.values() if isinstance(tool.kind, Mcp)]
 
     @property
     def pins(self) -> dict[str, str]:
         """The digests of the definitions that hold for this session."""
-        return {tool.name: tool.kind.pinned for tool in self.registry.tools.values() if isinstance(tool.kind, Mcp)}
+        return {tool.name: tool.kind.pinned for tool in self.server_tools}
+
+    @property
+    def definitions(self) -> dict[str, ToolSpec]:
+        """What the model is told of the tools of servers."""
+        return {tool.name: tool.spec for tool in self.server_tools}
 
 
-def set_up(asked: Invocation, manifest: Manifest, only: Sequence[str], cwd: str, deadline: Deadline,
-           pins: Mapping[str, str]) -> Setup:
-    """Raises ConfigError for whatever is wrong with tools and grants."""
-    machine, processes = asked.machine, Processes(asked.interrupts.shield)
+def set_up(asked: Invocation, manifest: Manifest, only: tuple[str, ...], cwd: str) -> Setup:
+    """All that is known before a server is started. Raises ConfigError for whatever is wrong with tools and grants."""
+    machine = asked.machine
     registry = build_registry(manifest, lambda name: shutil.which(name, path=machine.path)).only(only)
-    registry, secrets = with_servers(asked, registry, manifest, processes, cwd, deadline, pins)
-    registry = registry.only(only)
-    skills = load_skills(asked, registry, cwd)
-    registry = registry.with_skills(skills)
     places = Places(cwd, machine.home, os.path.realpath, directory_id(cwd), directory_id, functools.cache(machine.addresses))
-    places = replace(places, skills={skill.folder: Canonical(tool.name, ScopeForm.TEXT, skill.name)
-                                     for tool in registry.tools.values() if isinstance(tool.kind, SkillBuiltin)
-                                     for skill in skills.values()})
     grants = tuple(parse_grant(text, registry.forms, places) for text in asked.flags.grants)
-    named = [os.path.join(cwd, word) for grant in grants for word in literal_words(grant)]
-    own = [os.path.realpath(path) for path in (manifest.where, lock_path(manifest), machine.config, __file__,
-                                               *(skill.folder for skill in skills.values())) if path]
-    places = replace(places, never_read=(os.path.realpath(machine.state),),
+    return Setup(asked, manifest, registry, places, grants, Processes(asked.interrupts.shield), only, on_deny=asked.flags.on_deny)
+
+
+def equip(setup: Setup, spec: str, before: State, deadline: Deadline) -> Setup:
+    """The setup with the tools of servers, as they are pinned in a state, and with the skills. `spec` names the model."""
+    asked, machine, manifest, places = setup.asked, setup.asked.machine, setup.manifest, setup.places
+    registry = with_servers(setup, spec, before, deadline).only(setup.only)
+    skills = load_skills(asked, registry, places.cwd)
+    registry = registry.with_skills(skills)
+    folders = {skill.folder: Canonical(tool.name, ScopeForm.TEXT, skill.name)
+               for tool in registry.tools.values() if isinstance(tool.kind, SkillBuiltin) for skill in skills.values()}
+    named = [os.path.join(places.cwd, word) for grant in setup.grants for word in literal_words(grant)]
+    own = [os.path.realpath(path) for path in (manifest.where, lock_path(manifest), machine.config, __file__, *folders) if path]
+    places = replace(places, skills=folders, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
-    setup = Setup(asked, manifest, registry, places, grants, processes, skills, secrets, asked.flags.on_deny)
+    setup = replace(setup, registry=registry, places=places, skills=skills)
     if asked.flags.pinning is Pinning.DEMAND:
         refuse_drift(setup)
     return setup
@@ -8000,7 +7942,7 @@ def digests_of(setup: Setup) -> dict[str, str]:
         found[f"skill {skill.name}"] = skill.sha256
     found.update((f"mcp {name}", pin) for name, pin in setup.pins.items())
     for tool in setup.registry.tools.values():
-        for program in needed_programs(tool):
+        for program in needed_programs(tool.kind):
             path = os.path.realpath(shutil.which(program, path=setup.asked.machine.path) or program)
             found[f"program {path}"] = hashlib.sha256(read_bytes(path)).hexdigest()
     return found
@@ -8041,21 +7983,20 @@ def load_lock(manifest: Manifest) -> Lock:
     return parse_lock(text, path)
 
 
-def with_servers(asked: Invocation, registry: Registry, manifest: Manifest, processes: Processes, cwd: str,
-                 deadline: Deadline, pins: Mapping[str, str]) -> tuple[Registry, tuple[str, ...]]:
-    """The registry with the tools of the manifest's MCP servers, which are started, and the secrets sent to them.
-    A replay starts nothing."""
-    flags, environ = asked.flags, asked.machine.environ
-    wanted = {name: entry for name, entry in manifest.mcp.items()
-              if not flags.only or any(f"{name}__{tool}" in flags.only for tool in entry.tools)}
-    servers_wanted = servers_of(replace(manifest, mcp=wanted), environ, cwd)
-    if not servers_wanted or (flags.model or environ.get("AGENTLOOP_MODEL", "")).startswith("replay:"):
-        return registry, ()
-    servers = McpServers(processes, deadline)
+def with_servers(setup: Setup, spec: str, before: State, deadline: Deadline) -> Registry:
+    """The registry with the tools of the manifest's MCP servers, which are started; a replay starts nothing."""
+    asked, registry, manifest, only = setup.asked, setup.registry, setup.manifest, setup.only
+    manifest = replace(manifest, mcp={name: entry for name, entry in manifest.mcp.items()
+                                      if not only or any(f"{name}__{tool}" in only for tool in entry.tools)})
+    servers = McpServers(setup.processes, deadline)
+    if spec.startswith("replay:"):
+        return with_recorded_tools(registry, manifest, servers, before.pins, before.definitions)
+    wanted = servers_of(manifest, asked.machine.environ, setup.places.cwd)
+    if not wanted:
+        return registry
     asked.closing.callback(servers.close)
-    registry = with_server_tools(registry, replace(manifest, mcp=wanted), servers, servers.start(servers_wanted),
-                                 {**pins, **load_lock(manifest).mcp})
-    return registry, header_secrets(manifest, environ)
+    return with_server_tools(registry, manifest, servers, servers.start(wanted),
+                             {**before.pins, **load_lock(setup.manifest).mcp}, before.definitions)
 
 
 def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str, Skill]:
@@ -8068,16 +8009,16 @@ def load_skills(asked: Invocation, registry: Registry, cwd: str) -> Mapping[str,
     here = os.path.dirname(os.path.realpath(__file__))
     places = [os.path.join(machine.config, "skills"), *([flags.skills] if flags.skills else []),
               os.path.join(here, "skills"), f"{sys.prefix}/share/agentloop/skills"]
-    index = index_skills(find_skills([os.path.realpath(place) for place in places]))
-    for finding in index.findings:
+    skills, findings = index_skills(find_skills([os.path.realpath(place) for place in places]))
+    for finding in findings:
         asked.streams.show(Warned(f"{finding.where}: {finding.text}"))
     unused = os.path.join(cwd, "skills")
     if os.path.isdir(unused) and os.path.realpath(unused) not in map(os.path.realpath, places):
         asked.streams.show(Warned("skills/ in this directory is not used; to use it: --skills ./skills"))
     for name in flags.preloaded:
-        if name not in index.skills:
-            raise ConfigError(f"there is no skill {name!r}", "--skill", f"there are: {', '.join(index.skills) or 'none'}")
-    return index.skills
+        if name not in skills:
+            raise ConfigError(f"there is no skill {name!r}", "--skill", f"there are: {', '.join(skills) or 'none'}")
+    return skills
 
 
 def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
@@ -8086,21 +8027,23 @@ def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
     limits = limits_of(flags, manifest, Limits())
     deadline = Deadline(time.monotonic() + limits.timeout_s)
-    setup = set_up(asked, manifest, flags.only, machine.cwd, deadline, {})
+    setup = set_up(asked, manifest, flags.only, machine.cwd)
     if flags.lock:
         lock = take_lock(os.path.join(machine.state, "locks", checked_name(flags.lock, "--lock")), flags.on_overlap, deadline)
         asked.closing.callback(os.close, lock)
     data = read_stdin(flags, streams, deadline)
     task, data = (data.strip(), "") if flags.task == "-" or flags.stdin is StdinMode.TASK else (flags.task, data)
+    unfinished = unfinished_session(flags, machine, task)
+    if unfinished:
+        return go_on(replace(asked, flags=replace(flags, session=unfinished, task="", name="")))
     choice = choose_model(flags, machine, manifest, streams)
     model = open_model(choice, asked, deadline)
     if not task and isinstance(model, ReplayModel):
         task, data = model.started.task, data or model.started.data
     if not task:
         raise ConfigError("there is no task", "TASK", 'say what to do: agentloop run "why is the disk full?"')
-    unfinished = unfinished_session(flags, machine, task)
-    if unfinished:
-        return go_on(replace(asked, flags=replace(flags, session=unfinished, task="", name="")))
+    before = model.state if isinstance(model, ReplayModel) else State()
+    setup = equip(setup, f"{choice.provider}:{choice.name}", before, deadline)
     files = tuple(Attachment(name, read_file(name)) for name in flags.files)
     opening = opening_of(setup, choice, model, limits, task, data, files)
     return drive(setup, choice, model, deadline, new_journal(flags, machine, opening.session), State(), opening)
@@ -8117,7 +8060,7 @@ def opening_of(setup: Setup, choice: ModelChoice, model: Any, limits: Limits, ta
         options, system_text(setup, model.window()), data, files, os.urandom(8).hex(), tuple(setup.registry.tools),
         setup.manifest.sha256, flags.grants, os.getuid(), machine.environ.get("SUDO_USER", ""), os.uname().nodename,
         setup.places.cwd, setup.places.cwd_id, flags.name and checked_name(flags.name, "--session"),
-        setup.pins, tuple(setup.skills))
+        setup.pins, setup.definitions, tuple(setup.skills))
     if not isinstance(model, ReplayModel):
         return started
     before = model.started
@@ -8178,7 +8121,8 @@ def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
                           f"name it again if that is meant: --tools {shlex.quote(manifest.where)}")
     limits = limits_of(flags, Manifest(), state.limits)
     deadline = Deadline(time.monotonic() + limits.timeout_s)
-    setup = set_up(asked, manifest, flags.only or options.only, started.cwd, deadline, state.pins)
+    setup = equip(set_up(asked, manifest, flags.only or options.only, started.cwd), f"{started.provider}:{started.model}",
+                  state, deadline)
     if not flags.on_deny and options.on_deny:
         setup = replace(setup, on_deny=OnDeny(options.on_deny))
     settled = settlements(flags, dict(uncertain_calls(state, setup.registry)))
@@ -8186,7 +8130,7 @@ def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
         refuse_uncertain(settle(state, settled), setup.registry, lambda _, more: way_on(flags, state, journal, more))
     choice = choice_of(flags, machine, started, manifest.model)
     return drive(setup, choice, open_model(choice, asked, deadline), deadline, journal, state,
-                 SessionResumed(flags.grants, limits, flags.task, settled, setup.pins))
+                 SessionResumed(flags.grants, limits, flags.task, settled, setup.pins, setup.definitions))
 
 
 def settlements(flags: Flags, uncertain: Mapping[str, str]) -> dict[str, Settlement]:
@@ -8213,7 +8157,7 @@ def check_call(asked: Invocation) -> ExitCode:
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
     deadline = Deadline(time.monotonic() + 600)
-    setup = set_up(asked, manifest, flags.only, machine.cwd, deadline, {})
+    setup = equip(set_up(asked, manifest, flags.only, machine.cwd), spec_of(flags, machine, manifest), State(), deadline)
     text = read_stdin(replace(flags, stdin=StdinMode.TASK), streams, deadline) \
         if flags.task == "-" else flags.task
     name, _, arguments = text.partition(" ")
@@ -8253,7 +8197,8 @@ def preflight(asked: Invocation) -> ExitCode:
     """`check`: all that can be known before the first token, a line a finding. Exit 2 if a run could not work."""
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     manifest = load_manifest(asked, flags.tools or machine.environ.get("AGENTLOOP_TOOLS", ""))
-    setup = set_up(asked, manifest, flags.only, machine.cwd, Deadline(time.monotonic() + PREFLIGHT_WAIT), {})
+    setup = equip(set_up(asked, manifest, flags.only, machine.cwd), spec_of(flags, machine, manifest), State(),
+                  Deadline(time.monotonic() + PREFLIGHT_WAIT))
     findings = [*checked_tools(setup), *checked_model(setup)]
     if flags.pinning is Pinning.WRITE:
         findings.append(Checked(Level.OK, "pins", f"written to {write_lock(setup)}"))
@@ -8467,7 +8412,7 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
     prompter = AsRecorded(replay.decisions.get) if replay else prompter_of(flags)
     on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
     named = (choice.options.key_env, *(name for tool in setup.registry.tools.values() for name in tool.kind.secrets))
-    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key, *setup.secrets))
+    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key, *header_secrets(setup.manifest, machine.environ)))
     reaching: set[Http] = set()
 
     @contextmanager
@@ -8557,7 +8502,7 @@ def system_text(setup: Setup, window: int) -> str:
     flags, skills = setup.asked.flags, setup.skills
     own = read_file(flags.system[1:]) if flags.system.startswith("@") else flags.system or SYSTEM_PROMPT
     can_activate = any(isinstance(tool.kind, SkillBuiltin) for tool in setup.registry.tools.values())
-    listed = catalog(SkillIndex(skills), window_share(window)) if can_activate else ""
+    listed = catalog(skills, window_share(window)) if can_activate else ""
     return "\n\n".join(part for part in (own, listed, *(skill_text(skills[name]) for name in flags.preloaded)) if part)
 
 

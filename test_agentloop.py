@@ -327,8 +327,10 @@ def skill_md(description: str = "What it does.", name: str = "disk-full", more: 
     return f"---\nname: {name}\ndescription: {description}\n{more}---\n{body}\n"
 
 
-def parsed_skill(text: str, folder: str = "/s/disk-full"):
-    return agentloop.parse_skill(text, folder, ("scripts/b.sh", "references/a.md"))
+def parsed_skill(text: str, folder: str = "/s/disk-full") -> tuple[agentloop.Skill | None, tuple[agentloop.Finding, ...]]:
+    """The skill, None where there is none, and the findings."""
+    skills, findings = agentloop.index_skills(agentloop.parse_skill(text, folder, ("scripts/b.sh", "references/a.md")))
+    return next(iter(skills.values()), None), tuple(findings)
 
 
 LOADED = {
@@ -472,7 +474,7 @@ def test_the_reference_validator_judges_a_skill_alike(front, name):
         problems = [str(error)]
     except (AttributeError, AssertionError, OverflowError):
         return  # it breaks on the text itself
-    skill, findings = agentloop.parse_skill(text, f"/s/{name}", ())
+    skill, findings = parsed_skill(text, f"/s/{name}")
     if problems:
         assert findings and all(re.fullmatch(f"/s/{name}/SKILL[.]md:[0-9]+", finding.where) for finding in findings)
     else:
@@ -481,34 +483,32 @@ def test_the_reference_validator_judges_a_skill_alike(front, name):
         assert skill.description == " ".join(metadata["description"].split())
 
 
-def index_of(*descriptions: str) -> agentloop.SkillIndex:
-    names = [f"skill-{n}" for n in range(len(descriptions))]
-    return agentloop.index_skills(agentloop.parse_skill(skill_md(text, name), f"/s/{name}", ()) for name, text in zip(names, descriptions))
+def skills_of(*descriptions: str) -> dict[str, agentloop.Skill]:
+    return {f"skill-{n}": parsed_skill(skill_md(text, f"skill-{n}"), f"/s/skill-{n}")[0] for n, text in enumerate(descriptions)}
 
 
 def test_the_first_skill_of_a_name_wins_and_the_other_is_a_finding():
-    first, second = (agentloop.parse_skill(skill_md(), f"/{place}/disk-full", ()) for place in ("a", "b"))
-    bad = agentloop.parse_skill("", "/a/bad", ())
-    index = agentloop.index_skills([bad, first, second, first])
-    assert index.skills == {"disk-full": first[0]}
-    assert index.findings == (*bad[1], agentloop.Finding("/b/disk-full/SKILL.md", "not used: /a/disk-full has a skill of the same name"))
+    first, second = (parsed_skill(skill_md(), f"/{place}/disk-full")[0] for place in ("a", "b"))
+    bad = agentloop.Finding("/a/bad/SKILL.md:1", "no")
+    assert agentloop.index_skills([bad, first, second, first]) == ({"disk-full": first}, [
+        bad, agentloop.Finding("/b/disk-full/SKILL.md", "not used: /a/disk-full has a skill of the same name")])
 
 
 def test_the_catalog_has_a_line_for_each_skill():
-    assert agentloop.catalog(index_of("One.", "Two."), 1000).split("\n")[1:] == ["- skill-0: One.", "- skill-1: Two."]
-    assert agentloop.catalog(index_of(), 1000) == ""
+    assert agentloop.catalog(skills_of("One.", "Two."), 1000).split("\n")[1:] == ["- skill-0: One.", "- skill-1: Two."]
+    assert agentloop.catalog(skills_of(), 1000) == ""
 
 
 def test_the_catalog_names_what_does_not_fit():
-    text = agentloop.catalog(index_of(*["x" * 100] * 15), 800)
+    text = agentloop.catalog(skills_of(*["x" * 100] * 15), 800)
     assert text.count("\n- ") == 4 and text.endswith("\n… and 11 more: " + ", ".join(f"skill-{n}" for n in range(4, 15)))
-    assert agentloop.catalog(index_of(*["x" * 100] * 1000), 200).endswith("\n… and 1000 more: skill-0, skill-1, skill-2, skill-3, skill-4, skill-5, skill-6, skill-7, skill-8, …")
+    assert agentloop.catalog(skills_of(*["x" * 100] * 1000), 200).endswith("\n… and 1000 more: skill-0, skill-1, skill-2, skill-3, skill-4, skill-5, skill-6, skill-7, skill-8, …")
 
 
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(0, 3000))
 @settings(max_examples=60)
 def test_the_catalog_never_exceeds_its_budget_and_counts_every_skill(lengths, budget):
-    text = agentloop.catalog(index_of(*("x" * length for length in lengths)), budget)
+    text = agentloop.catalog(skills_of(*("x" * length for length in lengths)), budget)
     more = re.search(r"\n… and (\d+) more", text)
     assert len(text) <= budget
     if budget >= 200:
@@ -531,8 +531,8 @@ def write_skill(folder: Path, text: str | bytes = "") -> Path:
 
 def found_skills(*folders: Path) -> tuple[list[str], list[tuple[str, str]]]:
     """The names of the skills that are found, and the findings with their paths below the first folder."""
-    index = agentloop.index_skills(agentloop.find_skills([str(folder) for folder in folders]))
-    return list(index.skills), [(os.path.relpath(finding.where, folders[0]), finding.text) for finding in index.findings]
+    skills, findings = agentloop.index_skills(agentloop.find_skills([str(folder) for folder in folders]))
+    return list(skills), [(os.path.relpath(finding.where, folders[0]), finding.text) for finding in findings]
 
 
 def test_the_skills_of_a_folder_are_found_by_name_with_their_files(tmp_path):
@@ -544,9 +544,8 @@ def test_the_skills_of_a_folder_are_found_by_name_with_their_files(tmp_path):
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).write_text("")
     found = list(agentloop.find_skills([str(tmp_path / "missing"), str(tmp_path)]))
-    assert [(skill.name, skill.folder, findings) for skill, findings in found] == [
-        ("a", f"{tmp_path}/a", ()), ("b", f"{tmp_path}/b", ())]
-    assert found[0][0].resources == ("assets/x", "references/deep/er.md", "scripts/run.sh")
+    assert [(skill.name, skill.folder) for skill in found] == [("a", f"{tmp_path}/a"), ("b", f"{tmp_path}/b")]
+    assert found[0].resources == ("assets/x", "references/deep/er.md", "scripts/run.sh")
 
 
 def test_no_link_is_followed_and_each_is_a_finding(tmp_path):
@@ -564,13 +563,13 @@ def test_no_link_is_followed_and_each_is_a_finding(tmp_path):
     assert found_skills(place) == (["good"], [
         ("good/scripts", f"not listed: {link}"), ("good/assets/key", f"not listed: {link}"), ("good/assets/loop", f"not listed: {link}"),
         ("leak/SKILL.md", f"not used: {link}"), ("linked", f"not used: {link}")])
-    assert [skill.resources for skill, _ in agentloop.find_skills([str(place)]) if skill] == [()]
+    assert [one.resources for one in agentloop.find_skills([str(place)]) if isinstance(one, agentloop.Skill)] == [()]
 
 
 def test_a_place_that_is_itself_a_link_is_resolved(tmp_path):
     write_skill(tmp_path / "real" / "a")
     (tmp_path / "link").symlink_to("real")
-    assert [skill.folder for skill, _ in agentloop.find_skills([str(tmp_path / "link")])] == [f"{tmp_path}/real/a"]
+    assert [skill.folder for skill in agentloop.find_skills([str(tmp_path / "link")])] == [f"{tmp_path}/real/a"]
 
 
 BAD_FILES = {
@@ -614,7 +613,7 @@ def test_the_list_of_a_skills_files_is_bounded(tmp_path):
     (write_skill(tmp_path / "a") / "scripts").mkdir()
     for n in range(300):
         (tmp_path / "a" / "scripts" / f"{n}").write_text("")
-    [(skill, [finding])] = agentloop.find_skills([str(tmp_path)])
+    [skill, finding] = agentloop.find_skills([str(tmp_path)])
     assert 150 <= len(skill.resources) <= 200 and finding.text == "not all files are listed: more than 200 files and folders"
 
 
@@ -624,12 +623,12 @@ def test_a_place_that_is_a_file_is_a_finding(tmp_path):
 
 
 def test_the_shipped_skills_load_without_findings_and_call_only_what_exists():
-    index = agentloop.index_skills(agentloop.find_skills([str(HERE / "skills")]))
-    assert list(index.skills) == ["disk-full", "service-down"] and index.findings == ()
+    skills, findings = agentloop.index_skills(agentloop.find_skills([str(HERE / "skills")]))
+    assert list(skills) == ["disk-full", "service-down"] and findings == []
     manifest = agentloop.parse_manifest((HERE / "tools.toml").read_text(), "tools.toml")
     registry = agentloop.build_registry(manifest, lambda program: "/bin/true")
     shipped = (HERE / "pyproject.toml").read_text()
-    for skill in index.skills.values():
+    for skill in skills.values():
         calls = re.findall(r"`([a-z_]+) (\{.*?\})`", skill.body)
         assert len(calls) >= 8 and len(calls) * 2 == skill.body.count("`") and len(skill.body.split("\n")) < 60
         for name, arguments in calls:
@@ -4163,6 +4162,7 @@ MCP_ERRORS = {
     "duration": ('[mcp.a]\nargv = ["s"]\ntools = ["x"]\ntimeout = "soon"', "m.toml: mcp.a.timeout: a duration"),
     "no-url": ('[mcp.a]\nurl = "ftp://x/"\ntools = ["x"]', "m.toml: mcp.a.url: "),
     "key-in-url": ('[mcp.a]\nurl = "https://u:p@x/"\ntools = ["x"]', "m.toml: mcp.a.url: "),
+    "placeholder": ('[mcp.a]\nurl = "https://x/"\ntools = ["x"]\nheaders = {A = "{b}"}', "m.toml: mcp.a.headers: 'b' is a placeholder without"),
     "unknown-key": ('[mcp.a]\nargv = ["s"]\ntools = ["x"]\ncwd = "/"', "m.toml.mcp.a: unknown key 'cwd'"),
 }
 
@@ -4176,11 +4176,14 @@ def test_a_wrong_mcp_table_is_an_error_with_its_place(text, message):
 
 def test_a_header_is_filled_from_the_environment_and_never_with_nothing():
     entry = agentloop.McpEntry(("x",), url="https://x/", headers={"Authorization": "Bearer ${A_B}", "X": "$A_B {A_B}"})
-    assert agentloop.filled_headers(entry, {"A_B": "k"}, "m") == {"Authorization": "Bearer k", "X": "$A_B {A_B}"}
-    with pytest.raises(ConfigError, match="^m.headers: the variable A_B is not set"):
-        agentloop.filled_headers(entry, {}, "m")
     literal = agentloop.McpEntry(("x",), url="https://x/", headers={"X-Api-Key": "Bearer abcdefgh", "Accept": "application/json"})
-    assert agentloop.header_secrets(agentloop.Manifest(mcp={"a": entry, "b": literal}), {"A_B": "kkkk"}) == ("kkkk", "Bearer", "Bearer", "abcdefgh")
+    manifest = agentloop.Manifest(mcp={"a": entry, "b": literal}, where="m")
+    filled = agentloop.servers_of(manifest, {"A_B": "kkkk"}, "/")
+    assert [server.headers for server in filled] == [{"Authorization": "Bearer kkkk", "X": "$A_B {A_B}"}, literal.headers]
+    for environ in ({}, {"A_B": ""}):
+        with pytest.raises(ConfigError, match="^m: mcp.a.headers: the variable A_B is not set"):
+            agentloop.servers_of(manifest, environ, "/")
+    assert agentloop.header_secrets(manifest, {"A_B": "kkkk"}) == ("kkkk", "Bearer", "Bearer", "abcdefgh")
 
 
 OBJECT, DRAFT_2020 = {"type": "object"}, {"additionalProperties": False}
@@ -4249,14 +4252,13 @@ class Offering:
 
     def __init__(self, offered: dict):
         self.offered = offered
-        self.peers = {name: types.SimpleNamespace(server=agentloop.McpServer(name, ("s", name))) for name in offered}
 
-    def listing(self, server: str) -> agentloop.McpListing:
-        return agentloop.McpListing({name: agentloop.McpDefinition(name, told["description"], schema_of(told), told.get("annotations"))
-                                     for name, told in self.offered[server]["tools"].items()})
+    def listing(self, server: str) -> dict:
+        return {name: agentloop.McpDefinition(["s", server], name, told["description"], schema_of(told), told.get("annotations"))
+                for name, told in self.offered[server]["tools"].items()}
 
     def definition(self, server: str, tool: str):
-        return self.listing(server).tools.get(tool)
+        return self.listing(server).get(tool)
 
 
 def schema_of(told: dict) -> dict:
@@ -4298,9 +4300,9 @@ def test_an_mcp_case_is_decided_by_the_real_kind(case, tmp_path):
     before = {"evil": {"tools": {}}, **setup["mcp"]}
     now = added_tools(changed(before, setup.get("mcp_change", {})), setup.get("mcp_add", {}))
     pinned = Offering(now if setup.get("mcp_change", {}).get("pin") else before)
-    pins = {f"files__{name}": found.pin(pinned.peers["files"].server) for name, found in pinned.listing("files").tools.items()}
+    pins = {f"files__{name}": found.pin for name, found in pinned.listing("files").items()}
     servers, registry = Offering(now), agentloop.build_registry(manifest, str)
-    registry = agentloop.with_server_tools(registry, manifest, servers, {name: servers.listing(name) for name in now}, pins)
+    registry = agentloop.with_server_tools(registry, manifest, servers, {name: servers.listing(name) for name in now}, pins, {})
     servers.offered = changed(now, setup.get("mcp_change_after_start", {}))
     places = agentloop.Places(str(tmp_path), str(tmp_path), os.path.realpath)
     try:
@@ -4313,13 +4315,10 @@ def test_an_mcp_case_is_decided_by_the_real_kind(case, tmp_path):
 
 
 def test_a_pin_covers_all_that_a_server_says_of_a_tool_and_who_it_is():
-    server = agentloop.McpServer("a", ("s", "--x"))
-    one = agentloop.McpDefinition("t", "d", {"type": "object", "properties": {"b": {}, "a": {}}}, {"readOnlyHint": True})
-    same = dataclasses.replace(one, schema={"properties": {"a": {}, "b": {}}, "type": "object"})
-    assert one.pin(server) == same.pin(server)
-    others = [dataclasses.replace(one, **{name: "other"}).pin(server) for name in ("name", "description", "schema", "annotations")]
-    others += [one.pin(agentloop.McpServer("a", ("s", "--y"))), one.pin(agentloop.McpServer("a", url="https://x/"))]
-    assert len({one.pin(server), *others}) == 7
+    one = agentloop.McpDefinition(["s"], "t", "d", {"type": "object", "properties": {"b": {}, "a": {}}}, {"readOnlyHint": True})
+    assert one.pin == dataclasses.replace(one, schema={"properties": {"a": {}, "b": {}}, "type": "object"}).pin
+    others = [dataclasses.replace(one, **{known.name: "other"}).pin for known in dataclasses.fields(one)]
+    assert len({one.pin, *others}) == 6
 
 
 def with_server(home: Path, mode: str, *lines: str) -> None:
@@ -4402,7 +4401,9 @@ def test_without_the_sdk_or_the_program_the_tools_are_left_out(home, tmp_path):
 @NEEDS_SDK
 def test_a_tool_that_only_is_not_asked_for_starts_no_server(home):
     with_server(home, "die", "required = true")
-    assert agentloop_run(home, "x", *script(home, {"text": "Done."}), "--only", "add", "-q") == Ended(0, "Done.\n", "")
+    assert agentloop_run(home, "x", *script(home, call("add", a=1, b=2), {"text": "Done."}), "--only", "add", "-q", "--journal", "j.jsonl").code == 3
+    assert agentloop_run(home, "./j.jsonl", "-q", *GRANTED, command="resume") == Ended(0, "Done.\n", "")
+    assert not (home / "started").exists()
 
 
 @NEEDS_SDK
@@ -4429,6 +4430,43 @@ def test_a_session_keeps_its_pins_and_a_lock_binds(home):
 
 
 @NEEDS_SDK
+def test_a_named_session_that_goes_on_starts_each_server_once(home):
+    with_server(home, "answer")
+    flags = (*script(home, call("fix__echo", text="hi"), {"text": "Done."}), "--session", "nightly", "-q")
+    assert agentloop_run(home, "x", *flags).code == 3 and (home / "started").read_text() == "answer\n"
+    assert agentloop_run(home, "x", *flags, *MCP_GRANTS) == Ended(0, "Done.\n", "")
+    assert (home / "started").read_text() == "answer\nanswer\n"
+
+
+@NEEDS_SDK
+def test_a_session_with_servers_is_replayed_without_them(home):
+    with_server(home, "answer")
+    replies = call("fix__echo", text="hi"), call("fix__change"), call("fix__echo", text="again"), call("add", a=1, b=2), {"text": "Done."}
+    first = agentloop_run(home, "x", *script(home, *replies), *MCP_GRANTS, *GRANTED, "-o", "json", "-q", "--on-deny", "tell", "--journal", "j.jsonl")
+    assert first.code == 4 and first.object["tool_counts"] == {"ok": 3, "denied": 1}
+    (home / "m.toml").write_text((home / "m.toml").read_text().replace(sys.executable, "no-such-program"))
+    (home / "started").unlink()
+    words = ("-t", "m.toml", "-q", "-o", "json", "--on-deny", "tell", "--journal")
+    for recorded, path in (("j", "again"), ("again", "thrice")):
+        ended = agentloop_run(home, "", "-m", f"replay:./{recorded}.jsonl", *words, f"{path}.jsonl")
+        assert (ended.code, ended.object["tool_counts"]) == (4, first.object["tool_counts"]), ended.stderr
+    assert not (home / "started").exists()
+    one = json.loads((home / "j.jsonl").read_text().split("\n")[0])
+    assert one["definitions"].keys() == one["pins"].keys() and one["definitions"]["fix__echo"]["description"] == "the tool echo"
+
+
+@NEEDS_SDK
+def test_a_journal_from_before_definitions_were_kept_is_resumed_by_its_pins(home):
+    with_server(home, "answer")
+    flags = script(home, call("fix__echo", text="hi"), {"text": "Done."})
+    assert agentloop_run(home, "x", *flags, "-q", "--journal", "j.jsonl").code == 3
+    first, *rest = (home / "j.jsonl").read_text().split("\n")
+    old = {key: value for key, value in json.loads(first).items() if key != "definitions"}
+    (home / "j.jsonl").write_text("\n".join((json.dumps(old), *rest)))
+    assert agentloop_run(home, "./j.jsonl", "-q", *MCP_GRANTS, command="resume") == Ended(0, "Done.\n", "")
+
+
+@NEEDS_SDK
 @pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_no_server_outlives_its_agentloop_not_even_a_stubborn_one(home, number, code):
     with_server(home, "stubborn", 'timeout = "60s"')
@@ -4438,6 +4476,18 @@ def test_no_server_outlives_its_agentloop_not_even_a_stubborn_one(home, number, 
     before = time.monotonic()
     process.communicate()
     assert process.returncode == code and time.monotonic() - before < 5
+    wait_for(lambda: not servers_left(home))
+
+
+@NEEDS_SDK
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_server_that_hangs_in_the_handshake_ends_with_its_agentloop(home, number, code):
+    with_server(home, "mute")
+    process = agentloop_popen(home, "run", "x", *script(home, {"text": "Done."}), "-q", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_for(lambda: (home / "started").exists())
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == code
     wait_for(lambda: not servers_left(home))
 
 

@@ -9,6 +9,8 @@ import sys
 import time
 
 MODE = sys.argv[1]
+with open("started", "a") as file:
+    file.write(f"{MODE}\n")
 if MODE == "die":
     sys.exit("no configuration found, \x1b[31mgiving up\x1b[0m")
 if MODE == "mute":
