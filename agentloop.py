@@ -453,11 +453,6 @@ def check_value(value: object, where: str = "arguments", depth: int = 1) -> None
         raise ToolError(f"an integer of more than {MAX_DIGITS} digits", where)
 
 
-def is_integer(value: object) -> bool:
-    """Whether the value is an integer as approvals.md 8 means it, no `true`, no `5.0`: for a schema's type check."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_depth(text: str, where: str) -> None:
     """ToolError for nesting that the parser would follow into the ground. Brackets in strings do not count."""
     depth = 0
@@ -7648,9 +7643,9 @@ class Streams:
             self.tell()
 
     def tell(self) -> None:
-        """Writes the live line anew, where there is one and the terminal takes it at once."""
+        """Writes the live line anew, where there is one, the terminal is ours, and it takes the line at once."""
         line = live_line(self.doing, time.monotonic())
-        if line and select.select([], [2], [], 0)[1]:
+        if line and is_foreground(2) and select.select([], [2], [], 0)[1]:
             self.status(line)
 
     def unsplit(self, event: Event) -> Iterator[Event]:

@@ -1916,6 +1916,15 @@ def test_no_live_line_is_written_where_it_would_be_noise(home, words, environ):
         program.wait()
 
 
+def test_a_run_in_the_background_draws_no_live_line_over_what_is_typed(home):
+    with fakeserver.serve([THINKS], wire=Wire.OPENAI) as server:
+        words = shlex.join([sys.executable, str(HERE / "agentloop.py"), "run", "x", *loud(server)])
+        program = pexpect.spawn("bash", ["-m", "-c", f"{words} & wait $!"], cwd=str(home), encoding="utf-8",
+                                env=program_environment(home, TERM="xterm"), timeout=20, dimensions=(24, 80), echo=False)
+        said = program.read()
+    assert said.endswith("the end\r\n") and "\x1b" not in said
+
+
 @pytest.mark.parametrize("text,cells,shown", [("abc", 3, "abc"), ("abcd", 3, "ab…"), ("漢字", 4, "漢字"), ("漢字漢", 4, "漢…"), ("e\u0301e\u0301", 2, "e\u0301e\u0301"),
                                               ("", 1, ""), ("漢", 1, "…")])
 def test_a_line_is_fitted_to_the_cells_of_a_terminal(text, cells, shown):
