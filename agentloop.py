@@ -327,8 +327,8 @@ class ModelError(AgentLoopError):
     code = ExitCode.ENDPOINT
 
     def __init__(self, kind: ErrorKind, what: str, status: int | None = None, body: str = "",
-                 retry_after: float | None = None, code: ExitCode | None = None):
-        super().__init__(what, "model", code=code)
+                 retry_after: float | None = None):
+        super().__init__(what, "model")
         self.kind, self.status, self.body, self.retry_after = kind, status, body, retry_after
 
 
@@ -5259,7 +5259,7 @@ class Assembler:
         if self.finish == "error" or "MALFORMED_FUNCTION_CALL" in self.finish:
             raise ModelError(ErrorKind.MODEL_ERROR, f"the server ended its reply with {self.finish!r}")
         if self.finish == "content_filter":
-            raise ModelError(ErrorKind.MODEL_ERROR, "a content filter ended the reply", code=ExitCode.UNUSABLE)
+            raise ModelError(ErrorKind.MODEL_ERROR, "a content filter ended the reply")
         self.complete = self.complete or whole
 
     def feed_message(self, message: Mapping[str, JSON], part: Part) -> None:
@@ -5821,9 +5821,9 @@ class HttpModel:
 
     def insist(self, path: str, write: Callable[[Dialect], JSON], read: Callable[[HttpReply], Any], dialect: Dialect,
                notice: Callable[[Event], None]) -> Any:
-        """What `read` makes of the answer to what `write` writes. Asks again where that may help, as often as AGAIN
-        says; a turn is never repeated."""
-        tries: dict[Again, int] = {}
+        """What `read` makes of the answer to what `write` writes. Asks again where that may help, as often as MEANINGS
+        say; a turn is never repeated."""
+        tries: dict[Meaning, int] = {}
         while True:
             try:
                 return self.measured(path, write(dialect), read, notice)
@@ -5831,11 +5831,11 @@ class HttpModel:
                 learned = lesson(error, dialect, write)
                 if learned:
                     raise Refused(error, learned) from error
-                again = next(rule for rule in AGAIN if concerns(rule, error))
-                tries[again] = tries.get(again, 0) + 1
-                wait = retry_wait(error, again, tries[again])
+                meaning = meaning_of(error)
+                tries[meaning] = tries.get(meaning, 0) + 1
+                wait = retry_wait(error, meaning, tries[meaning])
                 if wait is None or wait >= self.http.deadline.left():
-                    raise with_ending(error) from error
+                    raise with_meaning(error) from error
                 notice(ModelRetried(error.what, wait))
                 self.sleep(wait)
 
@@ -5966,43 +5966,36 @@ class Refused(ModelError):
 
 
 @value
-class Again(Value):
-    """Errors after which the same request may be made again: how often, and after how many seconds."""
+class Meaning(Value):
+    """What errors of a kind mean: how often the same request may be made again, after how many seconds, and what
+    they are when that did not help."""
 
-    most: int
+    words: str = ""  # what they say, their statuses, their kinds: where nothing is named, any
+    statuses: tuple[int, ...] = ()
+    kinds: tuple[ErrorKind, ...] = ()
+    again: int = 0
     waits: tuple[float, ...] = (0.0,)  # the last one for all further ones
-    words: str = ""
-    statuses: tuple[int, ...] = ()
-    kinds: tuple[ErrorKind, ...] = ()
-
-
-@value
-class Ending(Value):
-    """Errors that end a run: the exit code, and what to do."""
-
-    code: ExitCode
+    code: ExitCode = ExitCode.ENDPOINT
     mend: str = ""
-    words: str = ""
-    statuses: tuple[int, ...] = ()
-    kinds: tuple[ErrorKind, ...] = ()
 
 
-def concerns(rule: Again | Ending, error: ModelError) -> bool:
-    """Whether a rule speaks of this error."""
-    return ((not rule.statuses or error.status in rule.statuses) and (not rule.kinds or error.kind in rule.kinds)
-            and (not rule.words or re.search(rule.words, words_of(error), re.IGNORECASE | re.DOTALL) is not None))
+def meaning_of(error: ModelError) -> Meaning:
+    """The first meaning that fits an error."""
+    return next(known for known in MEANINGS
+                if (not known.statuses or error.status in known.statuses) and (not known.kinds or error.kind in known.kinds)
+                and says(known.words, error))
 
 
-def words_of(error: ModelError) -> str:
-    """All that an error says; JSON within a string is laid open."""
-    return f"{error.what}\n{error.body}".replace("\\", "")
+def says(words: str, error: ModelError) -> bool:
+    """Whether an error says that, anywhere: JSON within a string is laid open."""
+    return re.search(words, f"{error.what}\n{error.body}".replace("\\", ""), re.IGNORECASE | re.DOTALL) is not None
 
 
-def retry_wait(error: ModelError, again: Again, tries: int) -> float | None:
+def retry_wait(error: ModelError, meaning: Meaning, tries: int) -> float | None:
     """How many seconds to wait before the next try; None when there is none."""
-    if tries > again.most:
+    if tries > meaning.again:
         return None
-    wait = again.waits[min(tries, len(again.waits)) - 1]
+    wait = meaning.waits[min(tries, len(meaning.waits)) - 1]
     if error.retry_after is not None and wait:
         return error.retry_after if error.retry_after <= MOST_WAIT else None
     return wait * (1 + os.urandom(1)[0] / 1024)  # not all clients at once
@@ -6010,12 +6003,12 @@ def retry_wait(error: ModelError, again: Again, tries: int) -> float | None:
 
 def lesson(error: ModelError, dialect: Dialect, write: Callable[[Dialect], JSON]) -> RequestAdapted | None:
     """The first step of the ladder that fits the refusal and changes the request; None where there is none."""
-    refused, words = write(dialect), words_of(error)
+    refused = write(dialect)
     if error.status not in ADAPTED_STATUSES or "messages" not in refused:
         return None
-    for learned in (*(step for pattern, step in LADDER if re.search(pattern, words, re.IGNORECASE | re.DOTALL)),
+    for learned in (*(step for words, step in LADDER if says(words, error)),
                     *(RequestAdapted(f"{key!r} is left out of the requests", dialect=Dialect((key,)))
-                      for key in unknown_keys(refused, words))):
+                      for key in unknown_keys(refused, error))):
         if learned.call_mode and "tools" in refused:
             return learned
         grown = dialect.grown(learned.dialect or Dialect())
@@ -6024,19 +6017,19 @@ def lesson(error: ModelError, dialect: Dialect, write: Callable[[Dialect], JSON]
     return None
 
 
-def unknown_keys(body: JSON, words: str) -> list[str]:
+def unknown_keys(body: JSON, error: ModelError) -> list[str]:
     """The keys that we sent and that the server does not know or take."""
-    if not re.search(UNKNOWN_WORDS, words, re.IGNORECASE):
+    if not says(UNKNOWN_WORDS, error):
         return []
     calls = [call for message in body["messages"] for call in message.get("tool_calls", ())]
     keys = dict.fromkeys(key for entry in (body, *body["messages"], *calls) for key in entry if key not in NEEDED_KEYS)
-    return [key for key in keys if re.search(rf"(?<!\w){key}(?!\w)", words)]
+    return [key for key in keys if says(rf"(?<!\w){key}(?!\w)", error)]
 
 
-def with_ending(error: ModelError) -> ModelError:
-    """The error with the exit code that its status and its words say, and with what to do."""
-    ending = next((rule for rule in ENDINGS if concerns(rule, error)), Ending(error.code))
-    error.code, error.mend = ending.code, ending.mend
+def with_meaning(error: ModelError) -> ModelError:
+    """The error with the exit code that it means, and with what to do."""
+    meaning = meaning_of(error)
+    error.code, error.mend = meaning.code, meaning.mend
     if error.code is ExitCode.BUSY and (error.retry_after or 0) > MOST_WAIT:
         error.mend = f"it asks to wait {error.retry_after:,.0f} seconds"
     return error
@@ -6071,7 +6064,7 @@ def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JS
     with http.request(request) as reply:
         data = beginning(reply.chunks, MOST_PROBE)
         if reply.status != 200:
-            raise with_ending(http_error(reply.status, reply.headers, data))
+            raise with_meaning(http_error(reply.status, reply.headers, data))
     try:
         return json.loads(data)
     except ValueError as error:
@@ -6424,31 +6417,29 @@ LADDER = tuple((words, RequestAdapted(change, dialect=dialect)) for words, chang
 OVERFLOW_WORDS = (r"exceed_context_size_error|available context size|context_length_exceeded|maximum context length|"
                   r"context length currently available|input length exceeds|n_keep|when context the overflows|"
                   r"prompt is too long|too many tokens")
-WRONG_PLACE = r"<!doctype|<html|<title|unexpected endpoint"
 SEND_LESS = "give the model a larger window with --context, or send less"
-AGAIN = (  # the first that speaks of an error counts
-    Again(0, words=rf"insufficient_quota|content filter|requires more system memory|{OVERFLOW_WORDS}"),
-    Again(0, words=WRONG_PLACE, kinds=(ErrorKind.JSON, ErrorKind.MODEL_ERROR)),
-    Again(300, (1.0,), words=r"loading model", statuses=(503,)),  # llama-server, until the model is there
-    Again(2, words=r"tool_use_failed|error parsing tool call"),
-    Again(4, (1.0, 2.0, 4.0, 8.0), statuses=(408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529)),
-    Again(2, statuses=(424,)),
-    Again(0, kinds=(ErrorKind.HTTP,)),
-    Again(0, statuses=(400, 401, 402, 403, 404, 413, 422)),
-    Again(1, kinds=(ErrorKind.TIMEOUT,)),
-    Again(2),
-)
-ENDINGS = (
-    Ending(ExitCode.CONTEXT, SEND_LESS, words=OVERFLOW_WORDS),
-    Ending(ExitCode.CONTEXT, SEND_LESS, statuses=(413,)),
-    Ending(ExitCode.UNUSABLE, words=r"content filter"),
-    Ending(ExitCode.CREDENTIALS, "give the key in AGENTLOOP_API_KEY, or key_file in [model]", statuses=(401,)),
-    Ending(ExitCode.CREDENTIALS, statuses=(402, 403)),
-    Ending(ExitCode.BUSY, statuses=(408, 429, 503)),
-    Ending(ExitCode.ENDPOINT, "name a model that it has with --model", r"model.{0,200}not.?(found|exist)", (404,)),
-    Ending(ExitCode.ENDPOINT, "--url is not where its API is: look at its path", statuses=(404, 405)),
-    Ending(ExitCode.ENDPOINT, "--url is not where its API is: look at its path", WRONG_PLACE,
-           kinds=(ErrorKind.JSON, ErrorKind.MODEL_ERROR)),
+LOOK_AT_PATH = "--url is not where its API is: look at its path"
+BUSY, BACK_OFF = (408, 429, 503), (1.0, 2.0, 4.0, 8.0)  # statuses, seconds
+MEANINGS = (  # the first that fits an error counts
+    Meaning(OVERFLOW_WORDS, code=ExitCode.CONTEXT, mend=SEND_LESS),
+    Meaning(statuses=(413,), code=ExitCode.CONTEXT, mend=SEND_LESS),
+    Meaning(r"content filter", code=ExitCode.UNUSABLE),
+    Meaning(statuses=(401,), code=ExitCode.CREDENTIALS, mend="give the key in AGENTLOOP_API_KEY, or key_file in [model]"),
+    Meaning(statuses=(402, 403), code=ExitCode.CREDENTIALS),
+    Meaning(r"insufficient_quota|requires more system memory", BUSY, code=ExitCode.BUSY),
+    Meaning(r"insufficient_quota|requires more system memory"),
+    Meaning(r"loading model", (503,), again=300, waits=(1.0,), code=ExitCode.BUSY),  # llama-server, until it is there
+    Meaning(r"model.{0,200}not.?(found|exist)", (404,), mend="name a model that it has with --model"),
+    Meaning(statuses=(404, 405), mend=LOOK_AT_PATH),
+    Meaning(r"<!doctype|<html|<title|unexpected endpoint", kinds=(ErrorKind.JSON, ErrorKind.MODEL_ERROR), mend=LOOK_AT_PATH),
+    Meaning(r"tool_use_failed|error parsing tool call", again=2),
+    Meaning(statuses=BUSY, again=4, waits=BACK_OFF, code=ExitCode.BUSY),
+    Meaning(statuses=(409, 425, 500, 502, 504, 520, 521, 522, 523, 524, 529), again=4, waits=BACK_OFF),
+    Meaning(statuses=(424,), again=2),
+    Meaning(statuses=(400, 422)),
+    Meaning(kinds=(ErrorKind.HTTP,)),
+    Meaning(kinds=(ErrorKind.TIMEOUT,), again=1),
+    Meaning(again=2),
 )
 DELTAS = {"text": TextDelta, "thinking": ThinkingDelta}
 MOST_WAIT = 60.0  # seconds: a longer Retry-After is reported, not slept
