@@ -5051,16 +5051,19 @@ def read_reply(status: int, headers: Mapping[str, str], chunks: Iterable[bytes],
 
     Raises ModelError: for a status other than 2xx, an error inside a 200, and whatever ended early. Nothing of a
     failed or cut reply comes back, so nothing of it can run."""
-    if not 200 <= status < 300:
-        raise http_error(status, headers, beginning(chunks, MOST_ERROR))
-    assembler = Assembler(on_delta)
     try:
-        for record in read_records(chunks):
-            assembler.feed(record)
-    except ModelError as error:
-        if error.kind is ErrorKind.MODEL_ERROR or not assembler.complete:
-            raise
-    return assembler.reply(tools)
+        if not 200 <= status < 300:
+            raise http_error(status, headers, beginning(chunks, MOST_ERROR))
+        assembler = Assembler(on_delta)
+        try:
+            for record in read_records(chunks):
+                assembler.feed(record)
+        except ModelError as error:
+            if error.kind is ErrorKind.MODEL_ERROR or not assembler.complete:
+                raise
+        return assembler.reply(tools)
+    except RecursionError as error:
+        raise ModelError(ErrorKind.JSON, "the reply is nested too deeply") from error
 
 
 def beginning(chunks: Iterable[bytes], most: int) -> bytes:
@@ -5076,11 +5079,9 @@ def beginning(chunks: Iterable[bytes], most: int) -> bytes:
 def http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelError:
     """What a refusal says, in one line, with the wait that it asks for."""
     text = body.decode("utf-8", "replace").strip()
-    try:
-        found = error_in(json.loads(text), Place.BODY)
-    except ValueError:
-        found = ""
-    message = found or one_line(re.sub(r"<[^<>]*>", " ", text), 200) or "no message"
+    told = parsed(body.strip())
+    message = (error_in(told) or str(table(told).get("message") or "")
+               or one_line(re.sub(r"<[^<>]*>", " ", text), 200) or "no message")
     if 300 <= status < 400:
         message = f"it redirects to {headers.get('location', 'nowhere')}; name that address with --url"
     return ModelError(ErrorKind.HTTP, f"status {status}: {one_line(message, 400)}", status, text[:4000],
@@ -5178,30 +5179,25 @@ def marked_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     return found if len(found) == len(pairs) else Repeated(found)
 
 
-class Place(StrEnum):
-    """Where an error may stand: in a whole body, or in a piece of a reply."""
-
-    BODY = "body"
-    CHUNK = "chunk"
+def table(value: JSON) -> dict[str, JSON]:
+    """The value if it is an object, else an empty one: servers say null, or something else, where one is expected."""
+    return value if isinstance(value, dict) else {}
 
 
-def error_in(record: JSON, place: Place) -> str:
+def error_in(record: JSON) -> str:
     """The error that a record is, as text; "" where it is none. `error: null` is none."""
-    if isinstance(record, list):
-        return next((text for text in (error_in(item, place) for item in record) if text), "")
-    if not isinstance(record, dict):
-        return ""
+    if isinstance(record, list):  # Gemini
+        return next(filter(None, (error_in(item) for item in record if isinstance(item, dict))), "")
+    record = table(record)
     told = record.get("error")
     if told:
-        inner = told.get("message") or told.get("error") if isinstance(told, dict) else told
-        words = inner if isinstance(inner, str) else compact(told)
-        kind = told.get("code") or told.get("type") if isinstance(told, dict) else record.get("error_type")
+        inner = table(told)
+        words = told if isinstance(told, str) else inner.get("message") or inner.get("error")
+        words = words if isinstance(words, str) else compact(told)
+        kind = inner.get("code") or inner.get("type") or record.get("error_type")
         return f"{words} ({kind})" if kind and str(kind) not in words else words
     if record.get("object") == "error" or record.get("type") == "error" or record.get("error_message"):
         return str(record.get("message") or record.get("error_message") or compact(record))
-    if place is Place.BODY and "choices" not in record and "message" in record and "role" not in record:
-        message = record["message"]
-        return "" if isinstance(message, dict) and "content" in message else str(message)
     detail = record.get("detail")
     return (detail if isinstance(detail, str) else compact(detail)) if detail else ""
 
@@ -5226,9 +5222,9 @@ class Assembler:
         if record is DONE:
             self.complete = True
             return
-        told = error_in(record, Place.CHUNK)
+        told = error_in(record)
         if told:
-            status = record.get("error", {}).get("code") if isinstance(record, dict) and isinstance(record.get("error"), dict) else None
+            status = table(table(record).get("error")).get("code")
             raise ModelError(ErrorKind.MODEL_ERROR, one_line(told, 400), status if type(status) is int else None, told)
         if not isinstance(record, dict):
             raise ModelError(ErrorKind.SCHEMA, f"not a completion: {kind_name(record)}")
@@ -5237,22 +5233,23 @@ class Assembler:
         if isinstance(choices, list):
             for choice in choices:
                 if isinstance(choice, dict) and choice.get("index") in (0, None):
-                    self.seen = True
                     self.feed_choice(choice)
-        elif isinstance(record.get("message"), dict) or isinstance(record.get("response"), str):
-            self.seen = True
-            self.feed_message(record.get("message") or {"content": record["response"],
-                                                        "thinking": record.get("thinking")}, Part.WHOLE)
+        elif isinstance(record.get("message"), dict):
+            self.feed_message(record["message"], self.new_slot)
+        elif isinstance(record.get("response"), str):  # /api/generate
+            self.feed_message({"content": record["response"], "thinking": record.get("thinking")}, self.new_slot)
         if record.get("done") is True or isinstance(record.get("done_reason"), str) and record["done_reason"]:
             self.complete, self.seen, self.finish = True, True, str(record.get("done_reason") or "stop")
 
     def feed_choice(self, choice: Mapping[str, JSON]) -> None:
-        whole = isinstance(choice.get("message"), dict) and not isinstance(choice.get("delta"), dict)
-        message = choice["message"] if whole else choice.get("delta")
-        if isinstance(message, dict):
-            self.feed_message(message, Part.WHOLE if whole else Part.DELTA)
-        elif isinstance(choice.get("text"), str):
-            self.feed_message({"content": choice["text"]}, Part.DELTA)
+        self.seen = True
+        if isinstance(choice.get("delta"), dict):
+            self.feed_message(choice["delta"], self.slot_of)
+        elif isinstance(choice.get("message"), dict):
+            self.feed_message(choice["message"], self.new_slot)
+            self.complete = True
+        else:
+            self.feed_message({"content": choice.get("text")}, self.slot_of)
         reason = choice.get("finish_reason")
         if isinstance(reason, str) and reason:
             self.finish, self.complete = reason, True
@@ -5260,14 +5257,13 @@ class Assembler:
             raise ModelError(ErrorKind.MODEL_ERROR, f"the server ended its reply with {self.finish!r}")
         if self.finish == "content_filter":
             raise ModelError(ErrorKind.MODEL_ERROR, "a content filter ended the reply")
-        self.complete = self.complete or whole
 
-    def feed_message(self, message: Mapping[str, JSON], part: Part) -> None:
-        content = message.get("content")
-        for kind, text in content_parts(content):
-            self.add(kind, text)
-        if isinstance(message.get("refusal"), str):
-            self.add("text", message["refusal"])
+    def feed_message(self, message: Mapping[str, JSON], slot_for: Callable[[Mapping[str, JSON]], Slot]) -> None:
+        """Adds a message, or a fragment of one; `slot_for` says where a call in it belongs."""
+        self.seen = True
+        for key in ("content", "refusal"):
+            for kind, text in content_parts(message.get(key), "text"):
+                self.add(kind, text)
         for key in THINKING_KEYS:
             if isinstance(message.get(key), str):
                 self.add("thinking", message[key])
@@ -5280,50 +5276,39 @@ class Assembler:
         if isinstance(message.get("function_call"), dict):
             calls = [{"index": 0, "function": message["function_call"]}]
         for item in [calls] if isinstance(calls, dict) else calls if isinstance(calls, list) else ():
-            self.feed_call(item if isinstance(item, dict) else {}, part)
+            feed_call(slot_for(table(item)), table(item))
 
     def add(self, kind: str, text: str) -> None:
         if text:
             (self.texts if kind == "text" else self.thoughts).append(text)
             self.on_delta(kind, text)
 
-    def feed_call(self, item: Mapping[str, JSON], part: Part) -> None:
-        """Adds one call, or a fragment of one: by index; a new id opens a new call even at the same index; without
-        an index by id, else it goes on with the last call."""
-        told = item.get("function") if isinstance(item.get("function"), dict) else item
-        slot, given = self.slot_of(item, told, part), told.get("arguments", told.get("parameters"))
-        if isinstance(item.get("id"), str):
-            slot.id = slot.id or item["id"]
-        if isinstance(item.get("extra_content"), dict):
-            slot.extra = {"extra_content": item["extra_content"]}
-        name = told.get("name")
-        if isinstance(name, str) and name != slot.name:
-            slot.name += name
-        if isinstance(given, str):
-            slot.text += given
-        elif given is not None:
-            slot.value = given
+    def new_slot(self, item: Mapping[str, JSON]) -> Slot:
+        """The slot of a call that came whole: such calls are never merged, whatever their index."""
+        self.slots.append(Slot())
+        return self.slots[-1]
 
-    def slot_of(self, item: Mapping[str, JSON], told: Mapping[str, JSON], part: Part) -> Slot:
+    def slot_of(self, item: Mapping[str, JSON]) -> Slot:
+        """The slot of a fragment: by index; a new id opens a new call even at the same index; without an index by id,
+        else the last one."""
         index, wire_id = item.get("index"), item.get("id") if isinstance(item.get("id"), str) else ""
-        slot = None
-        if part is Part.DELTA and type(index) is int:
+        named, slot = called(item).get("name"), None
+        if type(index) is int:
             slot = self.by_index.get(index)
-            if slot and not wire_id and told.get("name") and slot.name and is_whole(slot):
+            if slot and not wire_id and named and slot.name and is_whole(slot):
                 slot = None
-        elif part is Part.DELTA and wire_id:
+        elif wire_id:
             slot = next((slot for slot in self.slots if slot.id == wire_id), None)
-        elif part is Part.DELTA and self.slots and not (told.get("name") and is_whole(self.slots[-1])):
+        elif self.slots and not (named and is_whole(self.slots[-1])):
             slot = self.slots[-1]
         if slot is None or (wire_id and slot.id and wire_id != slot.id):
-            slot = Slot()
-            self.slots.append(slot)
+            slot = self.new_slot(item)
             if type(index) is int:
                 self.by_index[index] = slot
         return slot
 
     def read_usage(self, record: Mapping[str, JSON]) -> None:
-        told = record.get("usage") if isinstance(record.get("usage"), dict) else record
+        told = table(record.get("usage")) or record
         count = lambda *names: next((told[name] for name in names if type(told.get(name)) is int), None)
         prompt, completion = count("prompt_tokens", "prompt_eval_count"), count("completion_tokens", "eval_count")
         self.usage = Usage(self.usage.prompt if prompt is None else prompt,
@@ -5340,11 +5325,25 @@ class Assembler:
         return Reply(text, calls, self.usage, self.finish, "".join(self.thoughts) + inline, self.echo or None)
 
 
-class Part(StrEnum):
-    """Whether a message is complete in itself or a fragment: complete calls are never merged."""
+def called(item: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    """Where the name and the arguments of a call stand."""
+    return item["function"] if isinstance(item.get("function"), dict) else item
 
-    WHOLE = "whole"
-    DELTA = "delta"
+
+def feed_call(slot: Slot, item: Mapping[str, JSON]) -> None:
+    """Adds a call, or a fragment of one, to its slot."""
+    told = called(item)
+    name, given = told.get("name"), told.get("arguments", told.get("parameters"))
+    if isinstance(item.get("id"), str):
+        slot.id = slot.id or item["id"]
+    if isinstance(item.get("extra_content"), dict):
+        slot.extra = {"extra_content": item["extra_content"]}
+    if isinstance(name, str) and name != slot.name:
+        slot.name += name
+    if isinstance(given, str):
+        slot.text += given
+    elif given is not None:
+        slot.value = given
 
 
 def is_whole(slot: Slot) -> bool:
@@ -5352,23 +5351,16 @@ def is_whole(slot: Slot) -> bool:
     return slot.value is not None or isinstance(parsed(slot.text.encode("utf-8", "surrogatepass")), dict)
 
 
-def content_parts(content: JSON) -> list[tuple[str, str]]:
+def content_parts(content: JSON, kind: str) -> Iterator[tuple[str, str]]:
     """A message's content as (kind, text): a string, or a list of parts (Mistral, with thinking among them)."""
     if isinstance(content, str):
-        return [("text", content)]
-    found = []
-    for item in content if isinstance(content, list) else ():
-        if isinstance(item, str):
-            found.append(("text", item))
-        elif isinstance(item, dict):
-            thinking = item.get("thinking")
-            if thinking is not None:
-                inner = thinking if isinstance(thinking, list) else [{"text": thinking}]
-                found += [("thinking", part["text"]) for part in inner if isinstance(part, dict) and
-                          isinstance(part.get("text"), str)]
-            elif isinstance(item.get("text"), str):
-                found.append(("text", item["text"]))
-    return found
+        yield kind, content
+    elif isinstance(content, list):
+        for item in content:
+            yield from content_parts(item, kind)
+    elif isinstance(content, dict):
+        thinking = content.get("thinking")
+        yield from content_parts(content.get("text"), kind) if thinking is None else content_parts(thinking, "thinking")
 
 
 def without_thinking(text: str) -> tuple[str, str]:
@@ -5908,12 +5900,12 @@ def embed(model: HttpModel, texts: Sequence[str], notice: Callable[[Event], None
 def vectors_in(told: JSON, count: int) -> list[list[float]]:
     """The vectors of a reply, by their index. Raises ModelError (schema) unless there are `count` of one length, all
     of finite numbers."""
-    told = told if isinstance(told, dict) else {}
-    entries = [entry if isinstance(entry, dict) else {} for entry in told.get("data") or ()]
+    told = table(told)
+    entries = [table(entry) for entry in told.get("data") or ()]
     entries.sort(key=lambda entry: entry["index"] if type(entry.get("index")) is int else 0)
     vectors = [unpacked(vector) for vector in told.get("embeddings") or [entry.get("embedding") for entry in entries]]
     if len(vectors) != count:
-        raise ModelError(ErrorKind.SCHEMA, error_in(told, Place.CHUNK) or f"{len(vectors)} vectors for {count} texts")
+        raise ModelError(ErrorKind.SCHEMA, error_in(told) or f"{len(vectors)} vectors for {count} texts")
     if len({len(vector) for vector in vectors}) > 1 or not all(vectors):
         raise ModelError(ErrorKind.SCHEMA, "vectors of no length, or of different lengths")
     if not all(type(number) in (int, float) and math.isfinite(number) for vector in vectors for number in vector):

@@ -1113,6 +1113,13 @@ def test_a_hostile_reply_stays_a_text_and_takes_no_time(text):
         agentloop.read_reply(500, {}, [text.encode()], QUIRK_TOOLS, lambda kind, text: None)
 
 
+@pytest.mark.parametrize("depth", [400, 900, 5000, 100_000])
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_deeply_nested_body_is_an_error_of_the_server(depth, status):
+    with pytest.raises(agentloop.ModelError):
+        agentloop.read_reply(status, {}, [b"[" * depth + b"]" * depth], (), lambda kind, text: None)
+
+
 # ── The program itself ──
 
 
