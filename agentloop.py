@@ -426,7 +426,7 @@ def strict_json(text: str, where: str = "arguments") -> object:
     _check_depth(text, where)
     try:
         value = json.loads(
-            text, object_pairs_hook=_object, parse_float=_float, parse_int=_integer, parse_constant=_refuse)
+            text, object_pairs_hook=strict_object, parse_float=_float, parse_int=_integer, parse_constant=_refuse)
     except ValueError as error:  # json.JSONDecodeError is one
         raise ToolError(f"not JSON as it is accepted here: {error}", where) from None
     check_value(value, where)
@@ -462,7 +462,7 @@ def _check_depth(text: str, where: str) -> None:
             raise ToolError(f"nested deeper than {MAX_DEPTH}", where)
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def strict_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a repeated key")
@@ -5374,67 +5374,74 @@ def without_thinking(text: str) -> tuple[str, str]:
 
 def finished_calls(slot: Slot, tools: Sequence[ToolSpec], finish: str) -> Iterator[ToolCall]:
     """The call of a slot, or two where two complete objects came in a row."""
-    known = {spec.name: spec for spec in tools}
-    call = ToolCall("", known_name(slot.name, known), wire_id=slot.id, extra=slot.extra)
+    call = ToolCall("", slot.name, wire_id=slot.id, extra=slot.extra)
     given = slot.value if slot.value is not None else slot.text
     if finish == CUT and given == "":
         yield replace(call, problem="the reply was cut before its arguments")
         return
-    for text in two_objects(given):
-        read = read_arguments(call, text)
-        spec = known.get(read.name)
-        if spec and isinstance(read.arguments, dict):
-            arguments = coerced(spec.parameters, read.arguments)
-            read = replace(read, arguments=arguments, repaired=read.repaired or arguments != read.arguments)
-        yield read
+    for arguments in two_objects(given) if isinstance(given, str) else [given]:
+        yield read_call(call, arguments, tools)
         call = replace(call, wire_id="")
 
 
-def two_objects(given: JSON) -> list[JSON]:
+def two_objects(text: str) -> list[str]:
     """The argument texts in one slot: some servers run two calls together."""
-    if not isinstance(given, str) or "}" not in given:
-        return [given]
+    text = text.lstrip()
     try:
-        first, end = json.JSONDecoder().raw_decode(given.lstrip())
-        rest = given.lstrip()[end:].lstrip()
-        second = json.loads(rest) if rest.startswith("{") else None
-    except ValueError:
-        return [given]
-    return [json.dumps(first), json.dumps(second)] if isinstance(second, dict) and second != first else [given]
+        first, end = json.JSONDecoder().raw_decode(text)
+        second = json.loads(text[end:])
+    except (ValueError, RecursionError):
+        return [text]
+    return [text[:end], text[end:]] if isinstance(second, dict) and second != first else [text]
 
 
-def known_name(name: str, known: Mapping[str, ToolSpec]) -> str:
-    """The name, cleaned of what harmony models put around it where that makes it a known one."""
-    cleaned = re.sub(r"<\|.*", "", name).strip().removeprefix("functions.")
-    return name if name in known or cleaned not in known else cleaned
+def read_call(call: ToolCall, given: JSON, tools: Sequence[ToolSpec]) -> ToolCall:
+    """The call with its arguments read, and the types in them mended for a known tool; its name is cleaned of what
+    harmony models put around it where that makes it a known one."""
+    known = {spec.name: spec.parameters for spec in tools}
+    cleaned = re.sub(r"<\|.*", "", call.name).strip().removeprefix("functions.")
+    name = call.name if call.name in known or cleaned not in known else cleaned
+    read = read_arguments(replace(call, name=name), given)
+    if not read.arguments or name not in known:
+        return read
+    arguments = coerced(known[name], read.arguments)
+    return replace(read, arguments=arguments, repaired=read.repaired or arguments != read.arguments)
 
 
 def read_arguments(call: ToolCall, given: JSON) -> ToolCall:
     """The call with its arguments read; broken ones stay in `raw`, with the reason in `problem`."""
-    if given is None or isinstance(given, str) and given.strip() in ("", "null"):
-        return replace(call, arguments={})
-    raw = given if isinstance(given, str) else compact(given)
     try:
-        value, repaired = (strict_json(given), False) if isinstance(given, str) else (given, False)
+        arguments, repaired = arguments_in(given)
     except ToolError as error:
-        value, repaired = repaired_json(given), True
-        if value is MISSING:
-            return replace(call, raw=raw, problem=error.what)
-    if isinstance(value, str):
-        return read_arguments(call, value) if value != given else replace(call, raw=raw, problem="not an object")
+        return replace(call, raw=given if isinstance(given, str) else compact(given), problem=error.what)
+    return replace(call, arguments=arguments, repaired=repaired)
+
+
+def arguments_in(given: JSON) -> tuple[dict[str, JSON], bool]:
+    """The object that arguments are, and whether it had to be repaired. Raises ToolError where it is not certain."""
+    value, repaired = given, False
+    if isinstance(given, str):
+        try:
+            value = strict_json(given.strip() or "{}")
+        except ToolError:
+            value, repaired = repaired_json(given), True
+            if value is MISSING:
+                raise
+        if isinstance(value, str):  # encoded twice
+            return arguments_in(value)
+    if value is None:
+        return {}, False
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0]
     if not isinstance(value, dict):
-        return replace(call, raw=raw, problem=f"an object is needed, not {kind_name(value)}")
-    try:
-        check_value(value)
-        check_repeated(value)
-    except ToolError as error:
-        return replace(call, raw=raw, problem=error.what)
-    return replace(call, arguments=value, repaired=repaired)
+        raise ToolError(f"an object is needed, not {kind_name(value)}", "arguments")
+    check_value(value)
+    check_repeated(value)
+    return value, repaired
 
 
 def check_repeated(value: JSON) -> None:
+    """Raises ToolError for an object in which a key stood twice."""
     if isinstance(value, Repeated):
         raise ToolError("a key stands in it twice", "arguments")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -5464,11 +5471,11 @@ def unfenced(text: str) -> str:
 
 def first_object(text: str) -> str:
     """A complete object without the junk that follows it, which holds no further object."""
-    value, end = json.JSONDecoder(object_pairs_hook=marked_object).raw_decode(text.lstrip())
-    rest = text.lstrip()[end:]
-    if not isinstance(value, dict) or isinstance(value, Repeated) or re.search(r"[{\[\"]", rest):
+    text = text.lstrip()
+    value, end = json.JSONDecoder().raw_decode(text)
+    if not isinstance(value, dict) or re.search(r"[{\[\"]", text[end:]):
         raise ValueError("more than junk")
-    return text.lstrip()[:end]
+    return text[:end]
 
 
 def without_comma(text: str) -> str:
@@ -5489,34 +5496,21 @@ def python_literal(text: str) -> str:
 
 def escaped_controls(text: str) -> str:
     """Raw control characters inside strings, as the escapes that they should have been."""
-    return json.dumps(json.loads(text, strict=False, object_pairs_hook=refused_repeat))
+    return json.dumps(json.loads(text, strict=False, object_pairs_hook=strict_object))
 
 
-def refused_repeat(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a repeated key")
-    return found
-
-
-def coerced(schema: JSON, arguments: JSON) -> JSON:
+def coerced(schema: JSON, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
     """The arguments with wrong types mended where nothing is lost: "3" to 3, '["a"]' to ["a"], 3.0 stays.
 
     A parameter of type string is never decoded."""
-    told = schema.get("properties", {}) if isinstance(schema, dict) else {}
-    return {name: coerced_value(told.get(name), value) for name, value in arguments.items()}
-
-
-def coerced_value(told: JSON, value: JSON) -> JSON:
-    wanted = told.get("type") if isinstance(told, dict) else None
-    types = COERCIONS.get(wanted) if isinstance(wanted, str) else None
-    if not types or not isinstance(value, str):
-        return value
-    try:
-        read = strict_json(value.strip())
-    except ToolError:
-        return value
-    return read if type(read) in types else value
+    told, mended = table(table(schema).get("properties")), dict(arguments)
+    for name, value in arguments.items():
+        wanted = table(told.get(name)).get("type")
+        if isinstance(value, str) and isinstance(wanted, str) and wanted in COERCIONS:
+            with contextlib.suppress(ToolError):
+                read = strict_json(value.strip())
+                mended[name] = read if type(read) in COERCIONS[wanted] else value
+    return mended
 
 
 DONE = object()
@@ -5534,15 +5528,16 @@ COERCIONS = {"integer": (int,), "number": (int, float), "boolean": (bool,), "arr
 def recover_text_calls(reply: Reply, tools: Sequence[ToolSpec]) -> Reply:
     """The reply with the calls that its text ends in: only where no structured call came, only for known tools, and
     only when the arguments of every one are valid. What looks like a call and is none of these is a problem."""
-    known, text, problem = {spec.name: spec for spec in tools}, reply.text, ""
+    schemas, text, problem = {spec.name: spec.parameters for spec in tools}, reply.text, ""
     if reply.calls or not tools or len(text) > MOST_TEXT_CALL:
         return reply
     for mark, pattern, read in TEXT_FORMS:
         found = list(re.finditer(pattern, text, re.DOTALL)) if mark in text else []
-        calls = [call for match in found for call in text_calls(read, match, known)]
+        calls = [call for match in found for call in text_calls(read, match, tools)]
         if not calls or not ends_in(text, found):
             continue
-        if all(valid_text_call(call, known) for call in calls):
+        if all(call.name in schemas and call.arguments is not None
+               and argument_problem(schemas[call.name], call.arguments) is None for call in calls):
             before = re.sub(r"</?tool_call>", "", text[:found[0].start()]).strip()
             return replace(reply, text=before, calls=tuple(calls))
         problem = UNREADABLE if all(call.name for call in calls) else problem
@@ -5557,21 +5552,13 @@ def ends_in(text: str, found: Sequence[re.Match[str]]) -> bool:
 
 
 def text_calls(read: Callable[[re.Match[str]], list[tuple[str, JSON]]], match: re.Match[str],
-               known: Mapping[str, ToolSpec]) -> Iterator[ToolCall]:
+               tools: Sequence[ToolSpec]) -> list[ToolCall]:
     """The calls of one match; one that cannot be read is a call without a name."""
     try:
         pairs = read(match)
-    except (ValueError, SyntaxError, ToolError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError, ToolError):
         pairs = [("", None)]
-    for name, arguments in pairs:
-        call = read_arguments(ToolCall("", known_name(name, known), via=Via.TEXT), arguments)
-        spec = known.get(call.name)
-        yield replace(call, arguments=coerced(spec.parameters, call.arguments)) if spec and call.arguments else call
-
-
-def valid_text_call(call: ToolCall, known: Mapping[str, ToolSpec]) -> bool:
-    spec = known.get(call.name)
-    return spec is not None and call.arguments is not None and argument_problem(spec.parameters, call.arguments) is None
+    return [read_call(ToolCall("", name, via=Via.TEXT), arguments, tools) for name, arguments in pairs]
 
 
 def json_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
@@ -5579,20 +5566,15 @@ def json_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
     value = strict_json(match[1])
     items = [item.get("function", item) if isinstance(item.get("function", item), dict) else item
              for item in (value if isinstance(value, list) else [value])]
-    return [(item["name"], item["arguments"] if "arguments" in item else item["parameters"]) for item in items]
+    return [(str(item["name"]), item["arguments"] if "arguments" in item else item["parameters"]) for item in items]
 
 
 def named_call(match: re.Match[str]) -> list[tuple[str, JSON]]:
-    """A name, then its arguments as JSON."""
-    return [(match[1], match[2])]
-
-
-def tagged_call(match: re.Match[str]) -> list[tuple[str, JSON]]:
-    """A name, then JSON, or a tag for each parameter whose value is plain text."""
+    """A name, then its arguments: JSON, or a tag for each parameter whose value is plain text."""
     if match[2].startswith("{"):
         return [(match[1], match[2])]
     pairs = re.findall(r"<(?:parameter=|｜DSML｜parameter name=\")([\w.-]+)\"?[^>]*>\n?(.*?)\n?</", match[2], re.DOTALL)
-    return [(match[1], dict(pairs))]
+    return [(match[1], strict_object(pairs))]
 
 
 def python_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
@@ -5602,15 +5584,16 @@ def python_calls(match: re.Match[str]) -> list[tuple[str, JSON]]:
     nodes = tree.elts if isinstance(tree, ast.List) else [tree]
     if isinstance(nodes[0], ast.Call) and getattr(nodes[0].func, "id", "") == "print":
         nodes = nodes[0].args
-    if any(not isinstance(node, ast.Call) or node.args for node in nodes):
+    if any(not isinstance(node, ast.Call) or node.args or not all(word.arg for word in node.keywords) for node in nodes):
         raise ValueError("not calls with named arguments")
-    return [(ast.unparse(node.func), {word.arg: ast.literal_eval(word.value) for word in node.keywords}) for node in nodes]
+    return [(ast.unparse(node.func), strict_object([(word.arg, ast.literal_eval(word.value)) for word in node.keywords]))
+            for node in nodes]
 
 
 MOST_TEXT_CALL = 32_000  # characters: a longer text is no call, and could be made to take for ever
 TEXT_FORMS = (  # what must stand in the text, what is a call then, and how it is read; tried in this order
     ("<tool_call>", r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)(?:\{.*\}$)?", json_calls),
-    ("<function=", r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", tagged_call),
+    ("<function=", r"<function=([\w.-]+)>\s*(.*?)\s*(?:</function>|$)", named_call),
     ("```", r"\A\s*```(?:json)?\s*([\[{].*[\]}])\s*```\s*\Z", json_calls),
     ("{", r"\A\s*(\{.*\})\s*\Z", json_calls),
     ("<|python_", r"<\|python_(?:tag|start)\|>\s*(\{.*?\})\s*(?:<\|[a-z_]+\|>|$)", json_calls),
@@ -5620,7 +5603,7 @@ TEXT_FORMS = (  # what must stand in the text, what is a call then, and how it i
     ("<｜tool▁sep｜>", r"(?:<｜tool▁calls▁begin｜>)?(?:<｜tool▁call▁begin｜>)?\w*<｜tool▁sep｜>([\w.-]+)\s*```json\s*(\{.*?\})"
      r"\s*```.*\Z", named_call),
     ("<｜DSML｜", r"<｜DSML｜tool_calls>\s*<｜DSML｜invoke name=\"([^\"]+)\">(.*?)</｜DSML｜invoke>\s*</｜DSML｜tool_calls>",
-     tagged_call),
+     named_call),
     ("<|channel|>", r"<\|channel\|>[a-z ]*to=functions\.([\w-]+).*?<\|message\|>\s*(\{.*?\})\s*(?:<\|call\|>|$)",
      named_call),
     ("```tool_code", r"\A\s*```tool_code\s*(.*?)\s*```\s*\Z", python_calls),

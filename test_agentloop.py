@@ -1101,7 +1101,8 @@ def test_a_body_means_the_same_however_it_is_split(case, cuts):
 
 
 HOSTILE_REPLIES = ["<tool_call>{" * 100_000, "<tool_call>{" * 2500, "<" * 30_000, "<function=a>" * 2600, "[TOOL_CALLS]{" * 2400, "[f(" * 10_000,
-                   "```json\n{" * 3000, "<think>" * 100_000]
+                   "```json\n{" * 3000, "<think>" * 100_000, "[f(a=" + "-" * 20_000 + "1)]", '{"name": 5, "arguments": {}}',
+                   "```tool_code\n[]\n```", '[now(**{"a": 1})]', "[add(a=1, a=2, b=3)]"]
 
 
 @pytest.mark.parametrize("text", HOSTILE_REPLIES, ids=[text[:12] for text in HOSTILE_REPLIES])
