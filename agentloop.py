@@ -4699,8 +4699,7 @@ class Native:
     """The server's own tool calling."""
 
     def frame(self, state: State, registry: Registry, offer: Offer) -> Request:
-        return Request(state.replies, state.messages, registry.specs, Offer.ANSWER if offer is Offer.ANSWER else
-                       Offer.FREE, state.limits.reply_tokens)
+        return Request(state.replies, state.messages, registry.specs, offer, state.limits.reply_tokens)
 
     def read(self, reply: Reply, registry: Registry, state: State) -> Reply:
         off = state.started.options.text_calls is TextCalls.OFF
@@ -4711,11 +4710,8 @@ class Textual:
     """The last resort, for a server with neither tools nor schemas: the tools in words, calls in <tool_call> tags."""
 
     def frame(self, state: State, registry: Registry, offer: Offer) -> Request:
-        tools = "\n".join(map(tool_signature, registry.specs))
-        told = TEXT_PROTOCOL.replace("{tools}", tools) if registry.tools and offer is not Offer.ANSWER else NO_TOOLS_NOW
-        messages = (Message(Role.SYSTEM, f"{state.messages[0].text}\n\n{told}"),
-                    *as_dialogue(state.messages[1:], state.started, tagged_text))
-        return Request(state.replies, messages, (), offer, state.limits.reply_tokens)
+        told = TEXT_PROTOCOL if registry.tools and offer is not Offer.ANSWER else NO_TOOLS_NOW
+        return spoken_request(state, registry, told, tagged_text, offer)
 
     def read(self, reply: Reply, registry: Registry, state: State) -> Reply:
         found = recover_text_calls(reply, registry.specs)
@@ -4726,13 +4722,12 @@ class Constrained:
     """The tools stand in the system prompt; a JSON Schema lets the model say a call or an answer, no more."""
 
     def frame(self, state: State, registry: Registry, offer: Offer) -> Request:
-        system = Message(Role.SYSTEM, state.messages[0].text + "\n\n" + protocol_text(registry.specs))
-        lines = [line for _, lines in sources_of(state) for line in lines]
-        branches = [] if offer is Offer.ANSWER else [call_branch(spec) for spec in registry.specs]
-        branches.append(NO_TOOL_BRANCH if offer is Offer.CALL else answer_branch(distinct(lines)))
+        branches = [] if offer is Offer.ANSWER else [
+            closed({"call": closed({"tool": {"const": spec.name}, "arguments": constrained_schema(spec.parameters)})})
+            for spec in registry.specs]
+        branches.append(closed({"no_tool": {"const": True}}) if offer is Offer.CALL else answer_branch(telling_lines(state)))
         schema = {"anyOf": branches} if len(branches) > 1 else branches[0]
-        messages = (system, *as_dialogue(state.messages[1:], state.started, protocol_call))
-        return Request(state.replies, messages, (), offer, state.limits.reply_tokens, schema)
+        return spoken_request(state, registry, PROTOCOL, protocol_call, offer, schema)
 
     def read(self, reply: Reply, registry: Registry, state: State) -> Reply:
         """The call or the answer that the JSON says; text that is none is an answer with a problem."""
@@ -4764,11 +4759,20 @@ def offer_of(state: State, registry: Registry) -> Offer:
     return Offer.CALL if fresh and registry.tools and state.call_mode is CallMode.JSON else Offer.FREE
 
 
-def frame(state: State, registry: Registry, offer: Offer) -> Request:
+def frame(state: State, registry: Registry) -> Request:
     """The next request: nothing but the state decides it."""
     if state.wanted in SHAPES:
         return shaping_request(state)
-    return PROTOCOLS[state.call_mode].frame(state, registry, offer)
+    return PROTOCOLS[state.call_mode].frame(state, registry, offer_of(state, registry))
+
+
+def spoken_request(state: State, registry: Registry, told: str, say: Callable[[ToolCall], str], offer: Offer,
+                   schema: JSON = None) -> Request:
+    """A request without the server's own tools: they stand in the system prompt, calls and results in the dialogue."""
+    told = told.replace("{tools}", "\n".join(map(tool_signature, registry.specs)))
+    messages = (Message(Role.SYSTEM, f"{state.messages[0].text}\n\n{told}"),
+                *as_dialogue(state.messages[1:], state.started, say))
+    return Request(state.replies, messages, (), offer, state.limits.reply_tokens, schema)
 
 
 def shaping_request(state: State) -> Request:
@@ -4776,8 +4780,8 @@ def shaping_request(state: State) -> Request:
     told = PROTOCOLS[state.call_mode].frame(state, Registry(), Offer.ANSWER).messages
     schema = state.started.options.schema
     if state.wanted is Wanted.EVIDENCE:
-        lines = distinct(line for _, lines in sources_of(state) for line in lines)
-        schema = closed({"evidence": {"type": "array", "items": {"enum": lines}, "minItems": 1, "maxItems": MOST_QUOTES}})
+        quotes = {"type": "array", "items": {"enum": telling_lines(state)}, "minItems": 1, "maxItems": MOST_QUOTES}
+        schema = closed({"evidence": quotes})
     return Request(state.replies, (state.messages[0], *told[1:]), (), Offer.ANSWER, state.limits.reply_tokens, schema)
 
 
@@ -4798,8 +4802,8 @@ def json_of(text: str) -> JSON:
 
 def grounded(state: State, quotes: Sequence[str]) -> bool:
     """Whether every quote stands, to the letter, in a result or in the user's data, and there is one."""
-    known = [line for _, lines in sources_of(state) for line in lines]
-    return bool(quotes) and all(any(quote in line for line in known) for quote in quotes)
+    known = [lines for _, lines in sources_of(state)]
+    return bool(quotes) and all(any(quote in line for lines in known for line in lines) for quote in quotes)
 
 
 def complaint(state: State, reply: Reply) -> str:
@@ -4808,14 +4812,8 @@ def complaint(state: State, reply: Reply) -> str:
         return reply.problem
     if reply.problem and state.told_off < 1:
         return reply.problem
-    wrong = any(lines for _, lines in sources_of(state)) and not reply.problem and not grounded(state, reply.evidence)
+    wrong = sources_of(state) and not reply.problem and not grounded(state, reply.evidence)
     return UNGROUNDED if wrong and state.told_off < 2 else ""
-
-
-def protocol_text(specs: Sequence[ToolSpec]) -> str:
-    """The constrained protocol in words, for the system prompt."""
-    tools = "\n".join(map(tool_signature, specs))
-    return PROTOCOL.replace("{tools}", tools)
 
 
 def tool_signature(spec: ToolSpec) -> str:
@@ -4830,16 +4828,9 @@ def tool_signature(spec: ToolSpec) -> str:
     return f"{spec.name}({', '.join(parts)}): {spec.description}"
 
 
-def call_branch(spec: ToolSpec) -> JSON:
-    return closed({"call": closed({"tool": {"const": spec.name}, "arguments": constrained_schema(spec.parameters)})})
-
-
-def answer_branch(lines: Sequence[str]) -> JSON:
+def answer_branch(lines: list[str]) -> JSON:
     """The answer, and before it the line that shows it, chosen among the real ones."""
-    answer = {"answer": {"type": "string", "minLength": 1}}
-    if not lines:
-        return closed(answer)
-    return closed({"evidence": {"enum": list(lines)}, **answer})
+    return closed({**({"evidence": {"enum": lines}} if lines else {}), "answer": {"type": "string", "minLength": 1}})
 
 
 def closed(properties: JSON) -> JSON:
@@ -4855,11 +4846,11 @@ def constrained_schema(schema: JSON) -> JSON:
     return [constrained_schema(item) for item in schema] if isinstance(schema, list) else schema
 
 
-def distinct(lines: Iterable[str]) -> list[str]:
-    """The last MOST_LINES different lines that say something, the newest first."""
-    found = {line: None for line in reversed([line for line in lines if any(c.isalnum() for c in line)
-                                              and not line.startswith("[…")])}
-    return list(found)[:MOST_LINES]
+def telling_lines(state: State) -> list[str]:
+    """The last MOST_LINES different lines that an answer may rest on and that say something, the newest first."""
+    lines = [line for _, lines in sources_of(state) for line in lines
+             if any(c.isalnum() for c in line) and not line.startswith("[…")]
+    return list(dict.fromkeys(reversed(lines)))[:MOST_LINES]
 
 
 def sources_of(state: State) -> list[tuple[str, list[str]]]:
@@ -6341,7 +6332,6 @@ ANSWER_AT_REPEAT = 3
 ASSUMED_WINDOW = 8192  # tokens, where nobody says
 MOST_LINES, LINE_CLAMP, MOST_QUOTES = 100, 300, 5
 NOT_IN_GRAMMARS = ("title", "description", "default", "pattern", "$schema")
-NO_TOOL_BRANCH = closed({"no_tool": {"const": True}})
 PROTOCOL = """Tools:
 {tools}
 
@@ -6471,7 +6461,7 @@ def compaction_of(state: State, dropped: int, reply: Reply, registry: Registry, 
     summary = shortened_middle(without_thinking(reply.text)[0].strip(), window_share(window))
     event = HistoryCompacted(before, before, summary, dropped, kept, reply.usage)
     fresh = apply(state, event)
-    after = request_estimate(frame(fresh, registry, offer_of(fresh, registry)))
+    after = request_estimate(frame(fresh, registry))
     if not summary or after >= before:
         return replace(event, dropped=0, kept=())
     return replace(event, after=after)
@@ -6804,7 +6794,7 @@ def model_phase(session: Session) -> Phase:
     if session.parts.deadline.left() < wrap_up_time(session.state):
         session.emit(ModelTold(WRAP_UP, wanted=Wanted.ANSWER))
     state, model = session.state, session.parts.model
-    request = frame(state, session.parts.registry, offer_of(state, session.parts.registry))
+    request = frame(state, session.parts.registry)
     estimate = request_estimate(request)
     if estimate * state.calibration > prompt_budget(request, model.window()):
         return Phase.COMPACT
@@ -6845,7 +6835,7 @@ def read_reply_of(state: State, reply: Reply, registry: Registry) -> Reply:
 def compact_phase(session: Session) -> Phase:
     """Makes the history fit: the model sums up its oldest part. Raises RunEnded (exit 7) where that cannot help."""
     state, parts, window = session.state, session.parts, session.parts.model.window()
-    request = frame(state, parts.registry, offer_of(state, parts.registry))
+    request = frame(state, parts.registry)
     before, budget = request_estimate(request), prompt_budget(request, window)
     opening = sum(message_facts(message)[1] for message in state.messages[:OPENING])
     dropped = droppable(state.messages, min(before, budget / state.calibration) / 2 - opening)

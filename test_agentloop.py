@@ -5791,7 +5791,7 @@ def llama():
     model = agentloop.open_gguf(choice, http_of, agentloop.this_machine(), agentloop.Streams(agentloop.Flags(), agentloop.Interrupts()))
 
     def ask(state, registry):
-        request = agentloop.frame(state, registry, agentloop.Offer.FREE)
+        request = agentloop.PROTOCOLS[state.call_mode].frame(state, registry, agentloop.Offer.FREE)
         reply = model.ask(request, None, lambda event: None)
         timings = [json.loads(line[6:]).get("timings") for line in seen[-1].split(b"\n") if line.startswith(b"data: {")]
         return request, reply, next(told for told in reversed(timings) if told)
