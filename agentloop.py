@@ -5067,6 +5067,14 @@ def beginning(chunks: Iterable[bytes], most: int) -> bytes:
     return bytes(data[:most])
 
 
+def whole_body(reply: HttpReply, most: int) -> bytes:
+    """The body of a reply that is no stream, up to so many bytes. Raises ModelError for a status other than 200."""
+    body = beginning(reply.chunks, most)
+    if reply.status != 200:
+        raise http_error(reply.status, reply.headers, body)
+    return body
+
+
 def http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelError:
     """What a refusal says, in one line, with the wait that it asks for."""
     text = body.decode("utf-8", "replace").strip()
@@ -5081,18 +5089,15 @@ def http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelErr
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds to wait: `retry-after-ms`, or Retry-After as seconds or as a date (RFC 9110, 10.2.3)."""
-    lower = {name.lower(): value for name, value in headers.items()}
-    try:
-        if "retry-after-ms" in lower:
-            return max(0.0, float(lower["retry-after-ms"]) / 1000)
-        return max(0.0, float(lower["retry-after"])) if "retry-after" in lower else None
-    except ValueError:
-        from email.utils import parsedate_to_datetime
-    try:
-        until = parsedate_to_datetime(lower.get("retry-after", ""))
-    except ValueError:
+    told = headers.get("retry-after", "")
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else float(told))
+    if not told:
         return None
-    return max(0.0, (until - datetime.datetime.now(datetime.timezone.utc)).total_seconds())
+    from email.utils import mktime_tz, parsedate_tz
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # None where it is no date
+        return max(0.0, mktime_tz(parsedate_tz(told)) - time.time())
+    return None
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -5640,13 +5645,12 @@ class OllamaWire:
     def messages(self, messages: Iterable[Message]) -> list[JSON]:
         told = []
         for message in messages:
-            entry = {"role": str(message.role), "content": wire_content(message), **(message.echo or {})}
+            entry: dict[str, JSON] = {"role": str(message.role), "content": wire_content(message), **(message.echo or {})}
             if message.calls and not message.said:
                 entry["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments or {}},
                                         **({"id": call.wire_id} if call.wire_id else {})} for call in message.calls]
             if message.role is Role.TOOL:
-                entry |= {"tool_name": message.name}
-                entry |= {"tool_call_id": message.wire_id} if message.wire_id else {}
+                entry |= {"tool_name": message.name, **({"tool_call_id": message.wire_id} if message.wire_id else {})}
             told.append(entry)
         return told
 
@@ -5661,8 +5665,9 @@ class OpenAIWire:
                 "messages": self.messages(list(joined(request.messages, dialect)), dialect)}
         if model.options.stream:
             body["stream_options"] = {"include_usage": True}
-        for key in [key for key in LIMIT_KEYS if key not in dialect.dropped][:1]:
-            body[key] = reply_limit(request, dialect)
+        limit = next((key for key in LIMIT_KEYS if key not in dialect.dropped), None)
+        if limit:
+            body[limit] = reply_limit(request, dialect)
         if request.tools:
             body["tools"] = wire_tools(request.tools)
             if request.offer is Offer.ANSWER:
@@ -5772,7 +5777,7 @@ class HttpModel:
                                functools.partial(self.read, request, notice), dialect or self.dialect, notice)
 
         reply = asked(request)
-        if request.offer is Offer.ANSWER and reply.calls:
+        if request.offer is Offer.ANSWER and reply.calls:  # it called a tool all the same
             reply = asked(replace(request, tools=()))
         if self.wire.loaded and not self.allocated:
             self.allocated = min(self.tokens, self.loaded_window() or self.tokens)
@@ -5801,7 +5806,7 @@ class HttpModel:
                 tries[meaning] = tries.get(meaning, 0) + 1
                 wait = retry_wait(error, meaning, tries[meaning])
                 if wait is None or wait >= self.http.deadline.left():
-                    raise with_meaning(error) from error
+                    raise with_meaning(error)
                 notice(ModelRetried(error.what, wait))
                 self.sleep(wait)
 
@@ -5861,13 +5866,8 @@ def generate(model: HttpModel, request: Request, notice: Callable[[Event], None]
 
 def embed(model: HttpModel, texts: Sequence[str], notice: Callable[[Event], None]) -> list[list[float]]:
     """A vector for each text, in their order. Raises ModelError, also for vectors that are none."""
-    def read(reply: HttpReply) -> list[list[float]]:
-        body = beginning(reply.chunks, MOST_LINE)
-        if reply.status != 200:
-            raise http_error(reply.status, reply.headers, body)
-        return vectors_in(parsed(body.strip()), len(texts))
-
     body = {"model": model.name, "input": list(texts)}
+    read = lambda reply: vectors_in(parsed(whole_body(reply, MOST_LINE).strip()), len(texts))
     return model.insist(model.wire.embed_path, lambda dialect: body, read, model.dialect, notice)
 
 
@@ -6027,14 +6027,13 @@ def get_json(http: Http, url: str, choice: ModelChoice, body: JSON = None) -> JS
     method = "GET" if body is None else "POST"
     request = HttpRequest(method, url, auth_headers(choice, url), choice.query, body, PROBE_WAIT, PROBE_WAIT * 4,
                           PROBE_WAIT, choice.options.ca_file)
-    with http.request(request) as reply:
-        data = beginning(reply.chunks, MOST_PROBE)
-        if reply.status != 200:
-            raise with_meaning(http_error(reply.status, reply.headers, data))
     try:
-        return json.loads(data)
-    except ValueError as error:
+        with http.request(request) as reply:
+            return json.loads(whole_body(reply, MOST_PROBE))
+    except (ValueError, RecursionError) as error:
         raise ModelError(ErrorKind.JSON, f"{url}: no JSON") from error
+    except ModelError as error:
+        raise with_meaning(error)
 
 
 def open_ollama(choice: ModelChoice, http: Http, machine: Machine, streams: Streams) -> HttpModel:
