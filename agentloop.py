@@ -4890,7 +4890,31 @@ def as_dialogue(messages: Sequence[Message], started: SessionStarted,
             yield Message(role, said or message.text)
 
 
-# ── Providers ──
+PROTOCOL = """Tools:
+{tools}
+
+Reply with JSON on one line: either run one tool,
+{"call":{"tool":"NAME","arguments":{}}}
+or, when a result shows what the task asks, copy the line that shows it and answer:
+{"evidence":"LINE","answer":"TEXT"}
+TEXT is one full sentence in the language of the task, with the exact numbers, names and units of the line."""
+NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": "LINE", "answer": "TEXT"}.'
+GO_ON = "If no line above shows the answer, call another tool."
+UNGROUNDED = "The evidence must be a line of a result, to the letter. Give the answer again with such a line."
+TEXT_PROTOCOL = """Tools:
+{tools}
+
+To run one, reply with this and nothing else:
+<tool_call>{"name": "NAME", "arguments": {}}</tool_call>
+When a result shows what the task asks, answer in one full sentence."""
+NO_TOOLS_NOW = "No tool can be called now: answer."
+ANSWER_AT_REPEAT = 3
+MOST_LINES, LINE_CLAMP, MOST_QUOTES = 100, 300, 5
+NOT_IN_GRAMMARS = ("title", "description", "default", "pattern", "$schema")
+PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained(), CallMode.TEXT: Textual()}
+
+
+# ── Models without a server; how a request is known and measured ──
 
 
 class ScriptModel:
@@ -4934,28 +4958,21 @@ class ScriptLine(Value):
     calls: tuple[ScriptCall, ...] = ()
 
 
-@value
-class Recorded(Value):
-    """One recorded reply, and the state of the session or sub-agent that it was asked from."""
-
-    reply: ModelReplied | HistoryCompacted
-    before: State
-
-
 class ReplayModel:
     """A recorded session: its replies, its tools' results, its decisions. Nothing is asked, nothing runs."""
 
     provider, endpoint, warnings = "replay", "", ()
 
     def __init__(self, name: str, events: Sequence[Event]):
-        self.name, self.started, self.replies, state = name, events[0], [], State()
+        self.name, self.started, state = name, events[0], State()
+        self.replies: list[tuple[ModelReplied | HistoryCompacted, State]] = []  # each with the state it was asked from
         self.results: dict[str, ToolFinished] = {}
         self.decisions: dict[str, CallDecided] = {}
         for event in events:
             inner, path = (from_record(event.event, name), f"{event.call}/") if isinstance(event, AgentStep) else (event, "")
             before = state.agents.get(event.call) or State(replies=state.replies) if path else state
             if isinstance(inner, (ModelReplied, HistoryCompacted)):
-                self.replies.append(Recorded(inner, before))
+                self.replies.append((inner, before))
             elif isinstance(inner, ToolFinished):
                 self.results[path + inner.call] = inner
             elif isinstance(inner, CallDecided):
@@ -4971,7 +4988,7 @@ class ReplayModel:
         if request.number >= len(self.replies):
             raise RunEnded(f"the recording has {len(self.replies)} replies and no further one", self.name,
                            code=ExitCode.REPLAY_MISS)
-        recorded, before = contents(self.replies[request.number])
+        recorded, before = self.replies[request.number]
         if recorded.request_sha256 and request_digest(request) != recorded.request_sha256:
             known = PROTOCOLS[before.call_mode].frame(before, Registry(), Offer.FREE).messages
             raise RunEnded(f"request {request.number + 1} is not the recorded one: {first_difference(known, request.messages)}",
@@ -5184,7 +5201,8 @@ def error_in(record: JSON) -> str:
     """The error that a record is, as text; "" where it is none. `error: null` is none."""
     if isinstance(record, list):  # Gemini
         return next(filter(None, (error_in(item) for item in record if isinstance(item, dict))), "")
-    record = table(record)
+    if not isinstance(record, dict):
+        return ""
     told = record.get("error")
     if told:
         inner = table(told)
@@ -5258,8 +5276,9 @@ class Assembler:
         """Adds a message, or a fragment of one; `slot_for` says where a call in it belongs."""
         self.seen = True
         for key in ("content", "refusal"):
-            for kind, text in content_parts(message.get(key), "text"):
-                self.add(kind, text)
+            if message.get(key):
+                for kind, text in content_parts(message[key], "text"):
+                    self.add(kind, text)
         for key in THINKING_KEYS:
             if isinstance(message.get(key), str):
                 self.add("thinking", message[key])
@@ -5612,6 +5631,9 @@ UNREADABLE = ("Your reply looks like a tool call, but no tool can be called like
               "were given, with a known tool and valid JSON arguments, or answer in plain words.")
 
 
+# ── Models behind a server: what is sent, how, and what comes of it ──
+
+
 @value
 class ModelChoice(Value):
     """Which model, where, and how to talk to it. `key` is a secret and is never shown."""
@@ -5662,7 +5684,7 @@ class OpenAIWire:
 
     def body(self, model: HttpModel, request: Request, dialect: Dialect) -> JSON:
         body = {"model": model.name, "stream": model.options.stream,
-                "messages": self.messages(list(joined(request.messages, dialect)), dialect)}
+                "messages": self.messages(joined(request.messages, dialect), dialect)}
         if model.options.stream:
             body["stream_options"] = {"include_usage": True}
         limit = next((key for key in LIMIT_KEYS if key not in dialect.dropped), None)
@@ -5703,19 +5725,16 @@ def reply_limit(request: Request, dialect: Dialect) -> int:
     return max(min(request.reply_tokens, LEAST_REPLY), request.reply_tokens >> dialect.halvings)
 
 
-def joined(messages: Iterable[Message], dialect: Dialect) -> Iterator[Message]:
+def joined(messages: Iterable[Message], dialect: Dialect) -> list[Message]:
     """The messages without two of the user's in a row, which many templates refuse."""
     hosts = (Role.USER, Role.TOOL) if Habit.JOINED_RESULTS in dialect.habits else (Role.USER,)
-    last = None
+    found: list[Message] = []
     for message in messages:
-        if last and message.role is Role.USER and last.role in hosts:
-            last = replace(last, text=f"{wire_content(last)}\n\n{message.text}", note="")
-            continue
-        if last:
-            yield last
-        last = message
-    if last:
-        yield last
+        if found and message.role is Role.USER and found[-1].role in hosts:
+            found[-1] = replace(found[-1], text=f"{wire_content(found[-1])}\n\n{message.text}", note="")
+        else:
+            found.append(message)
+    return found
 
 
 def without(body: JSON, dropped: Sequence[str]) -> JSON:
@@ -5920,6 +5939,15 @@ def moved_to(url: str, reply: HttpReply) -> str:
     return target if urllib.parse.urlsplit(target)[:2] == urllib.parse.urlsplit(url)[:2] else ""
 
 
+LIMIT_KEYS = ("max_tokens", "max_completion_tokens")  # of a reply; the second where the first is refused
+BARE_CONTENT = {Habit.BLANK_CONTENT: " ", Habit.EMPTY_CONTENT: ""}  # of a message that is calls alone; else null
+HOST_DIALECTS = {"api.openai.com": Dialect(dropped=("max_tokens",)),
+                 "generativelanguage.googleapis.com": Dialect(habits=(Habit.RESULT_NAMES,))}
+DELTAS = {"text": TextDelta, "thinking": ThinkingDelta}
+KEEP_ALIVE = re.compile(rb"(?::[^\r\n]*|[\r\n])*")
+MOST_MOVES, LEAST_REPLY = 3, 64  # redirects in a row, tokens
+
+
 # ── Refusals: what may help, how often, and how they end a run ──
 
 
@@ -5999,6 +6027,61 @@ def with_meaning(error: ModelError) -> ModelError:
     if error.code is ExitCode.BUSY and (error.retry_after or 0) > MOST_WAIT:
         error.mend = f"it asks to wait {error.retry_after:,.0f} seconds"
     return error
+
+
+TO_JSON = RequestAdapted("calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)",
+                         CallMode.JSON)
+MOVED_TO_TEXT = "the server takes no schema either: calls are now made as text (calls = \"text\" in [model] starts so)"
+SCHEMA_KEYS = frozenset(("response_format", "format"))
+ADAPTED_STATUSES = (400, 404, 422, 500, 501)
+NEEDED_KEYS = ("model", "messages", "tools", "stream", "options", "role", "content", "tool_calls", "tool_call_id",
+               "tool_name", "id", "type", "function")
+UNKNOWN_WORDS = (r"unknown|unrecogni[sz]ed|unsupported|not supported|does not support|unavailable|extra_forbidden|"
+                 r"extra (inputs|fields)|not (permitted|allowed)|unexpected|additional propert|"
+                 r"invalid (field|parameter)")
+CONTENT_WORDS = r"\bcontent\b.{0,90}(string|null|empty|required)|(string|null|empty|required).{0,90}\bcontent\b"
+LADDER = tuple((words, RequestAdapted(change, dialect=dialect)) for words, change, dialect in (
+    (r"max_(completion_)?tokens\W.{0,60}(too large|less than|at most|exceed)|in the completion",
+     "a reply may be half as long", Dialect(halvings=1)),
+    (r"reasoning_content.{0,60}passed back", "reasoning_content is sent even where there was none",
+     Dialect(habits=(Habit.EMPTY_REASONING,))),
+    (r"length of 9|duplicate.{0,40}id\b", "calls get new ids", Dialect(habits=(Habit.FRESH_IDS,))),
+    (r"can have a name", "results go without the name of their tool", Dialect(dropped=("name",))),
+    (r"INVALID_ARGUMENT|contains an invalid argument", "results carry the name of their tool",
+     Dialect(habits=(Habit.RESULT_NAMES,))),
+    (r"after role .?tool|\b3230\b", "nothing of the user's follows a result",
+     Dialect(habits=(Habit.JOINED_RESULTS,))),
+    (CONTENT_WORDS, "calls come with an empty content", Dialect(habits=(Habit.EMPTY_CONTENT,))),
+    (CONTENT_WORDS, "calls come with a blank as content", Dialect(habits=(Habit.BLANK_CONTENT,))),
+)) + ((r"does not support tools|support tool use|--enable-auto-tool-choice|--jinja|tool.call.parser", TO_JSON),)
+SEND_LESS = "give the model a larger window with --context, or send less"
+LOOK_AT_PATH = "--url is not where its API is: look at its path"
+OVERFLOW_WORDS = (r"exceed_context_size_error|available context size|context_length_exceeded|maximum context length|"
+                  r"context length currently available|input length exceeds|n_keep|when context the overflows|"
+                  r"prompt is too long|too many tokens")
+BUSY, BACK_OFF = (408, 429, 503), (1.0, 2.0, 4.0, 8.0)  # statuses, seconds
+MOST_WAIT = 60.0  # seconds: a longer Retry-After is reported, not slept
+MEANINGS = (  # the first that fits an error counts
+    Meaning(OVERFLOW_WORDS, code=ExitCode.CONTEXT, mend=SEND_LESS),
+    Meaning(statuses=(413,), code=ExitCode.CONTEXT, mend=SEND_LESS),
+    Meaning(r"content filter", code=ExitCode.UNUSABLE),
+    Meaning(statuses=(401,), code=ExitCode.CREDENTIALS, mend="give the key in AGENTLOOP_API_KEY, or key_file in [model]"),
+    Meaning(statuses=(402, 403), code=ExitCode.CREDENTIALS),
+    Meaning(r"insufficient_quota|requires more system memory", BUSY, code=ExitCode.BUSY),
+    Meaning(r"insufficient_quota|requires more system memory"),
+    Meaning(r"loading model", (503,), again=300, waits=(1.0,), code=ExitCode.BUSY),  # llama-server, until it is there
+    Meaning(r"model.{0,200}not.?(found|exist)", (404,), mend="name a model that it has with --model"),
+    Meaning(statuses=(404, 405), mend=LOOK_AT_PATH),
+    Meaning(r"<!doctype|<html|<title|unexpected endpoint", kinds=(ErrorKind.JSON, ErrorKind.MODEL_ERROR), mend=LOOK_AT_PATH),
+    Meaning(r"tool_use_failed|error parsing tool call", again=2),
+    Meaning(statuses=BUSY, again=4, waits=BACK_OFF, code=ExitCode.BUSY),
+    Meaning(statuses=(409, 425, 500, 502, 504, 520, 521, 522, 523, 524, 529), again=4, waits=BACK_OFF),
+    Meaning(statuses=(424,), again=2),
+    Meaning(statuses=(400, 422)),
+    Meaning(kinds=(ErrorKind.HTTP,)),
+    Meaning(kinds=(ErrorKind.TIMEOUT,), again=1),
+    Meaning(again=2),
+)
 
 
 # ── Where a model is, and what its server says of it ──
@@ -6251,8 +6334,8 @@ def http_url(url: str) -> str:
 
 def options_of(flags: Flags, entry: ModelEntry) -> ModelOptions:
     seconds = lambda key: duration(getattr(entry, key), f"model.{key}")
-    return ModelOptions(flags.context or entry.context, entry.key_env, entry.key_file, entry.ca_file, seconds("connect_timeout"), seconds("first_byte_timeout"),
-                        seconds("idle_timeout"), entry.stream)
+    return ModelOptions(flags.context or entry.context, entry.key_env, entry.key_file, entry.ca_file,
+                        seconds("connect_timeout"), seconds("first_byte_timeout"), seconds("idle_timeout"), entry.stream)
 
 
 def key_of(options: ModelOptions, url: str, machine: Machine, trusted_url: str) -> str:
@@ -6295,106 +6378,24 @@ def served_models(http: Http, choice: ModelChoice, url: str) -> list[str]:
         told = get_json(http, url + path, choice)
     except ModelError:
         return []
-    entries = listed(told) if isinstance(told, dict) and key in told else []
+    entries = listed(told) if key in table(told) else []
     return [names_of(entry)[0] for entry in entries if names_of(entry)]
 
 
-PROTOCOLS = {CallMode.NATIVE: Native(), CallMode.JSON: Constrained(), CallMode.TEXT: Textual()}
-TEXT_PROTOCOL = """Tools:
-{tools}
-
-To run one, reply with this and nothing else:
-<tool_call>{"name": "NAME", "arguments": {}}</tool_call>
-When a result shows what the task asks, answer in one full sentence."""
-NO_TOOLS_NOW = "No tool can be called now: answer."
-SCHEMA_KEYS = frozenset(("response_format", "format"))
-ANSWER_AT_REPEAT = 3
 ASSUMED_WINDOW = 8192  # tokens, where nobody says
-MOST_LINES, LINE_CLAMP, MOST_QUOTES = 100, 300, 5
-NOT_IN_GRAMMARS = ("title", "description", "default", "pattern", "$schema")
-PROTOCOL = """Tools:
-{tools}
-
-Reply with JSON on one line: either run one tool,
-{"call":{"tool":"NAME","arguments":{}}}
-or, when a result shows what the task asks, copy the line that shows it and answer:
-{"evidence":"LINE","answer":"TEXT"}
-TEXT is one full sentence in the language of the task, with the exact numbers, names and units of the line."""
-NOT_JSON = 'That was no JSON object. Reply with {"call": …} or {"evidence": "LINE", "answer": "TEXT"}.'
-GO_ON = "If no line above shows the answer, call another tool."
-UNGROUNDED = "The evidence must be a line of a result, to the letter. Give the answer again with such a line."
-PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": ScriptModel}
+MOST_OLLAMA_WINDOW = 16_384  # tokens: a larger one may not fit the memory
+WINDOW_KEYS = ("max_model_len", "loaded_context_length", "context_length", "context_window", "n_ctx")
+PROBE_WAIT, MOST_PROBE = 2.0, 16_000_000  # seconds, bytes
+MODEL_LISTS = {"ollama": ("/api/tags", "models"), "openai": ("/models", "data")}
 IN_FILES = ("gguf", "script", "replay")  # providers whose model is a file
 URL_VARIABLES = {"ollama": "OLLAMA_HOST", "openai": "OPENAI_BASE_URL"}
-MODEL_LISTS = {"ollama": ("/api/tags", "models"), "openai": ("/models", "data")}
-WINDOW_KEYS = ("max_model_len", "loaded_context_length", "context_length", "context_window", "n_ctx")
+OPENAI_URL = "https://api.openai.com/v1"
 USUAL_PLACES = (("ollama", "http://127.0.0.1:11434"), ("openai", "http://127.0.0.1:8080/v1"),
                 ("openai", "http://127.0.0.1:1234/v1"), ("openai", "http://127.0.0.1:8000/v1"))
-OPENAI_URL = "https://api.openai.com/v1"
-HOST_DIALECTS = {"api.openai.com": Dialect(dropped=("max_tokens",)),
-                 "generativelanguage.googleapis.com": Dialect(habits=(Habit.RESULT_NAMES,))}
-LIMIT_KEYS = ("max_tokens", "max_completion_tokens")  # of a reply; the second where the first is refused
-BARE_CONTENT = {Habit.BLANK_CONTENT: " ", Habit.EMPTY_CONTENT: ""}  # of a message that is calls alone; else null
-MOVED_TO_JSON = "calls are now made with the constrained protocol (calls = \"json\" in [model] starts with it)"
-TO_JSON = RequestAdapted(MOVED_TO_JSON, CallMode.JSON)
-MOVED_TO_TEXT = "the server takes no schema either: calls are now made as text (calls = \"text\" in [model] starts so)"
-ADAPTED_STATUSES = (400, 404, 422, 500, 501)
-NEEDED_KEYS = ("model", "messages", "tools", "stream", "options", "role", "content", "tool_calls", "tool_call_id",
-               "tool_name", "id", "type", "function")
-UNKNOWN_WORDS = (r"unknown|unrecogni[sz]ed|unsupported|not supported|does not support|unavailable|extra_forbidden|"
-                 r"extra (inputs|fields)|not (permitted|allowed)|unexpected|additional propert|"
-                 r"invalid (field|parameter)")
-CONTENT_WORDS = r"\bcontent\b.{0,90}(string|null|empty|required)|(string|null|empty|required).{0,90}\bcontent\b"
-LADDER = tuple((words, RequestAdapted(change, dialect=dialect)) for words, change, dialect in (
-    (r"max_(completion_)?tokens\W.{0,60}(too large|less than|at most|exceed)|in the completion",
-     "a reply may be half as long", Dialect(halvings=1)),
-    (r"reasoning_content.{0,60}passed back", "reasoning_content is sent even where there was none",
-     Dialect(habits=(Habit.EMPTY_REASONING,))),
-    (r"length of 9|duplicate.{0,40}id\b", "calls get new ids", Dialect(habits=(Habit.FRESH_IDS,))),
-    (r"can have a name", "results go without the name of their tool", Dialect(dropped=("name",))),
-    (r"INVALID_ARGUMENT|contains an invalid argument", "results carry the name of their tool",
-     Dialect(habits=(Habit.RESULT_NAMES,))),
-    (r"after role .?tool|\b3230\b", "nothing of the user's follows a result",
-     Dialect(habits=(Habit.JOINED_RESULTS,))),
-    (CONTENT_WORDS, "calls come with an empty content", Dialect(habits=(Habit.EMPTY_CONTENT,))),
-    (CONTENT_WORDS, "calls come with a blank as content", Dialect(habits=(Habit.BLANK_CONTENT,))),
-)) + ((r"does not support tools|support tool use|--enable-auto-tool-choice|--jinja|tool.call.parser", TO_JSON),)
-OVERFLOW_WORDS = (r"exceed_context_size_error|available context size|context_length_exceeded|maximum context length|"
-                  r"context length currently available|input length exceeds|n_keep|when context the overflows|"
-                  r"prompt is too long|too many tokens")
-SEND_LESS = "give the model a larger window with --context, or send less"
-LOOK_AT_PATH = "--url is not where its API is: look at its path"
-BUSY, BACK_OFF = (408, 429, 503), (1.0, 2.0, 4.0, 8.0)  # statuses, seconds
-MEANINGS = (  # the first that fits an error counts
-    Meaning(OVERFLOW_WORDS, code=ExitCode.CONTEXT, mend=SEND_LESS),
-    Meaning(statuses=(413,), code=ExitCode.CONTEXT, mend=SEND_LESS),
-    Meaning(r"content filter", code=ExitCode.UNUSABLE),
-    Meaning(statuses=(401,), code=ExitCode.CREDENTIALS, mend="give the key in AGENTLOOP_API_KEY, or key_file in [model]"),
-    Meaning(statuses=(402, 403), code=ExitCode.CREDENTIALS),
-    Meaning(r"insufficient_quota|requires more system memory", BUSY, code=ExitCode.BUSY),
-    Meaning(r"insufficient_quota|requires more system memory"),
-    Meaning(r"loading model", (503,), again=300, waits=(1.0,), code=ExitCode.BUSY),  # llama-server, until it is there
-    Meaning(r"model.{0,200}not.?(found|exist)", (404,), mend="name a model that it has with --model"),
-    Meaning(statuses=(404, 405), mend=LOOK_AT_PATH),
-    Meaning(r"<!doctype|<html|<title|unexpected endpoint", kinds=(ErrorKind.JSON, ErrorKind.MODEL_ERROR), mend=LOOK_AT_PATH),
-    Meaning(r"tool_use_failed|error parsing tool call", again=2),
-    Meaning(statuses=BUSY, again=4, waits=BACK_OFF, code=ExitCode.BUSY),
-    Meaning(statuses=(409, 425, 500, 502, 504, 520, 521, 522, 523, 524, 529), again=4, waits=BACK_OFF),
-    Meaning(statuses=(424,), again=2),
-    Meaning(statuses=(400, 422)),
-    Meaning(kinds=(ErrorKind.HTTP,)),
-    Meaning(kinds=(ErrorKind.TIMEOUT,), again=1),
-    Meaning(again=2),
-)
-DELTAS = {"text": TextDelta, "thinking": ThinkingDelta}
-MOST_WAIT = 60.0  # seconds: a longer Retry-After is reported, not slept
-KEEP_ALIVE = re.compile(rb"(?::[^\r\n]*|[\r\n])*")
-MOST_MOVES, LEAST_REPLY = 3, 64  # redirects in a row, tokens
-PROBE_WAIT, MOST_PROBE = 2.0, 16_000_000  # seconds, bytes
-MOST_OLLAMA_WINDOW = 16_384  # tokens: a larger one may not fit the memory
 DEMO, DEMO_PARTS, DEMO_BYTES = "demo", 22, 1_117_320_768
 DEMO_FILE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 DEMO_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+PROVIDERS = {"ollama": open_ollama, "openai": open_openai, "gguf": open_gguf, "script": ScriptModel}
 
 
 # ═══ 14. Compaction ═════════════════════════════════════════════════════════════════════════════
