@@ -2022,14 +2022,33 @@ class Interrupts:
     def __init__(self) -> None:
         self.pending: Interrupted | None = None
         self.depth = 0
+        self.dropped: Interrupted | None = None  # raised where Python lets nothing through, and to be raised again
         self.on_wake: Callable[[], None] = lambda: None  # called in the main thread every WAKE_EVERY seconds
 
     def install(self) -> None:
         for number in INTERRUPT_CODES:
             signal.signal(number, self.on_signal)
         # Python sees a signal that came just before a wait began only when the wait ends: each is broken off now and then.
-        signal.signal(signal.SIGALRM, lambda number, frame: self.on_wake())
+        signal.signal(signal.SIGALRM, self.on_alarm)
         signal.setitimer(signal.ITIMER_REAL, WAKE_EVERY, WAKE_EVERY)
+        sys.unraisablehook = self.on_unraisable
+
+    def on_unraisable(self, told: Any) -> None:
+        """What is raised while an object is finalised goes nowhere: an interrupt is kept, or the run would go on."""
+        if self.pending and told.exc_value is self.pending:
+            self.dropped = self.pending
+        else:
+            sys.__unraisablehook__(told)
+
+    def on_alarm(self, number: int, frame: object) -> None:
+        self.on_wake()
+        if not self.depth:
+            self.raise_dropped()
+
+    def raise_dropped(self) -> None:
+        if self.dropped:
+            self.dropped = None
+            raise self.pending
 
     def on_signal(self, number: int, frame: object) -> None:
         if self.pending and number == signal.SIGINT:  # a second Ctrl-C does not wait for anything
@@ -2054,8 +2073,10 @@ class Interrupts:
             yield
         finally:
             self.depth -= 1
-        if self.pending and not already and not self.depth:
-            raise self.pending
+        if not self.depth:
+            if self.pending and not already:
+                raise self.pending
+            self.raise_dropped()
 
 
 class Processes:
@@ -4181,7 +4202,7 @@ def with_server_tools(registry: Registry, manifest: Manifest, servers: McpServer
 def with_recorded_tools(registry: Registry, manifest: Manifest, servers: McpServers, pins: Mapping[str, str],
                         definitions: Mapping[str, ToolSpec]) -> Registry:
     """The registry with the tools of servers as a recorded session had them."""
-    found = {name: server_tool(definitions[name], Mcp(servers, server, tool, pins[name]), entry)
+    found = {name: server_tool(definitions[name], Mcp(servers, server, tool, pins.get(name, "")), entry)
              for server, entry in manifest.mcp.items() for tool in entry.tools
              if (name := f"{server}__{tool}") in definitions}
     return replace(registry, tools={**registry.tools, **found})
@@ -7323,7 +7344,7 @@ def progress_line(event: Event, loudness: Loudness) -> str | None:
 
 def started_line(event: SessionStarted) -> str:
     place = f" at {event.endpoint}" if event.endpoint else ""
-    return f"session {event.session}: {event.provider}:{event.model}{place}"
+    return on_one_line(f"session {event.session}: {event.provider}:{event.model}{place}")
 
 
 def started_lines(event: SessionStarted) -> str:
@@ -7408,7 +7429,7 @@ class Doing(Value):
     last: type[Event] | None = None
     since: float = 0.0  # seconds, by the clock of whoever folds
     turn: int = 1
-    tokens: int = 0  # sent and received, as the server counts them
+    tokens: int = 0  # sent and received, as the server counts them; pieces of the replies where it does not
     pieces: int = 0  # of the reply that is coming in: a token each, with most servers
     running: Mapping[str, str] = field(default_factory=dict)  # the names of the tools at work, by call
 
@@ -7419,7 +7440,7 @@ def doing_after(doing: Doing, event: Event, now: float) -> Doing:
         return replace(doing, pieces=doing.pieces + 1)
     if isinstance(event, ModelReplied):
         doing = replace(doing, since=now, turn=event.turn + 1, pieces=0,
-                        tokens=doing.tokens + (event.usage.prompt or 0) + (event.usage.completion or 0))
+                        tokens=doing.tokens + (event.usage.prompt or 0) + (event.usage.completion or doing.pieces))
     elif isinstance(event, ToolStarted):
         doing = replace(doing, since=now, running={**doing.running, event.call: event.name})
     elif isinstance(event, ToolFinished):
@@ -7428,6 +7449,11 @@ def doing_after(doing: Doing, event: Event, now: float) -> Doing:
     elif doing.last in IDLE:
         doing = replace(doing, since=now)
     return replace(doing, last=type(event))
+
+
+def doing_of(state: State) -> Doing:
+    """What a session that goes on was at."""
+    return Doing(turn=state.turns + 1, tokens=spent_tokens(state))
 
 
 def live_line(doing: Doing, now: float) -> str:
@@ -7852,7 +7878,8 @@ def equip(setup: Setup, spec: str, before: State, deadline: Deadline) -> Setup:
     folders = {skill.folder: Canonical(tool.name, ScopeForm.TEXT, skill.name)
                for tool in registry.tools.values() if isinstance(tool.kind, SkillBuiltin) for skill in skills.values()}
     named = [os.path.join(places.cwd, word) for grant in setup.grants for word in literal_words(grant)]
-    own = [os.path.realpath(path) for path in (manifest.where, lock_path(manifest), machine.config, __file__, *folders) if path]
+    own = [os.path.realpath(path) for path in (manifest.where, lock_path(manifest), machine.config, __file__,
+                                               *(skill.folder for skill in skills.values())) if path]
     places = replace(places, skills=folders, never_read=(os.path.realpath(machine.state),),
                      never_written=(*own, *(os.path.realpath(path) for path in named if os.path.isfile(path))))
     setup = replace(setup, registry=registry, places=places, skills=skills)
@@ -8319,6 +8346,7 @@ def drive(setup: Setup, choice: ModelChoice, model: Any, deadline: Deadline, jou
         parts = replace(parts, sinks=(*parts.sinks, log.show))
     session = Session(parts, setup.grants, state)
     if state.started:
+        setup.asked.streams.doing = doing_of(state)
         setup.asked.streams.show(state.started)
     for orphan in state.spawned.values():
         if orphan.call not in state.results:
@@ -8344,7 +8372,8 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
     prompter = AsRecorded(replay.decisions.get) if replay else prompter_of(flags)
     on_deny = setup.on_deny or (OnDeny.STOP if isinstance(prompter, DenyAll) else OnDeny.TELL)
     named = (choice.options.key_env, *(name for tool in setup.registry.tools.values() for name in tool.kind.secrets))
-    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named, (choice.key, *header_secrets(setup.manifest, machine.environ)))
+    streams.mask = secrets_of({**choice.query, **choice.headers, **machine.environ}, named,
+                              (choice.key, *header_secrets(setup.manifest, machine.environ)))
     reaching: set[Http] = set()
 
     @contextmanager
@@ -8481,7 +8510,7 @@ class Guarded:
 class CommandLine(Value):
     """What a command line asks for: the command, and its flags."""
 
-    act: Callable[[Invocation], Any]
+    act: Callable[[Invocation], Any]  # returns its exit code, or the `session.finished` of a run and what ended it
     flags: Flags
 
 
@@ -8513,7 +8542,7 @@ class Subcommand(Value):
     """A command: its name, what carries it out, its help with examples, and what it takes, most used first."""
 
     name: str
-    act: Callable[[Invocation], Any]  # returns its exit code, or the `session.finished` of a run and what ended it
+    act: Callable[[Invocation], Any]
     help: str
     arguments: tuple[Argument, ...]
     options: str
@@ -8555,8 +8584,7 @@ def function_of(command: Subcommand, wanted: list[CommandLine]) -> Callable[...,
                                                        show_default=False)) for argument in command.arguments]
     for name in command.options.split():
         option = OPTIONS[name]
-        default = {str: "", int: None, bool: False, list[str]: []}.get(option.reads)
-        parameters.append((name, option.reads, typer.Option(default, *option.names.split(), metavar=option.takes or None,
+        parameters.append((name, option.reads, typer.Option(UNSAID.get(option.reads), *option.names.split(), metavar=option.takes or None,
                                                             help=option.help, show_default=False)))
     carry_out.__signature__ = inspect.Signature([
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=reads)
@@ -8570,10 +8598,12 @@ def flags_of(command: Subcommand, given: Mapping[str, Any]) -> Flags:
     filled: dict[str, Any] = {argument.fills: given[argument.fills] for argument in command.arguments}
     for name in command.options.split():
         option, said = OPTIONS[name], given[name]
-        if said and option.fills:
+        if said is None or said == UNSAID.get(option.reads):
+            continue
+        if option.fills:
             filled.setdefault(option.fills, option.becomes)
-        elif said not in (None, False, "", []):
-            filled[name] = tuple(said) if isinstance(said, list) else said
+        else:
+            filled[name] = tuple(said) if option.reads == list[str] else said
     return Flags(**filled)
 
 
@@ -8758,12 +8788,12 @@ Examples:
       --yes-scope 'run_shell:systemctl restart nginx'
   agentloop show
 """
-SCOPE_HELP = "Allow TOOL, or 'TOOL:exact words'; repeatable."
+UNSAID = {str: "", bool: False, list[str]: []}  # the value of an option that was not given; else None
 OPTIONS = {
     "model": Option("-m --model", str, "PROVIDER:NAME", "The model, e.g. ollama:qwen3:4b."),
     "url": Option("--url", str, "URL", "Where the model is served."),
     "tools": Option("-t --tools", str, "FILE", "The manifest; none: without tools."),
-    "grants": Option("--yes-scope", list[str], "SCOPE", SCOPE_HELP),
+    "grants": Option("--yes-scope", list[str], "SCOPE", "Allow TOOL, or 'TOOL:exact words'; repeatable."),
     "approve": Option("--approve", Approve, "WHO", "Who decides the rest: ask, deny, stdio."),
     "on_deny": Option("--on-deny", OnDeny, "WHAT", "A denied call: stop the run, or tell the model."),
     "output": Option("-o --output", OutputFormat, "FORMAT", "What stdout carries: text, json, jsonl."),
@@ -8806,7 +8836,7 @@ COMMANDS = (
             """, (Argument("task", "[TASK]", "What to do; - reads it from stdin."),),
             "model url tools grants approve on_deny output schema cite system files stdin skills preloaded only max_turns timeout "
             "max_tokens reply_tokens context calls text_calls name journal lock on_overlap log pinned quiet verbose"),
-    Subcommand("resume", go_on, """Go on with a session that stopped, or ask it a further question.
+    Subcommand("resume", go_on, """Go on with a session that stopped, or ask it a further question. What is not said stays as it was.
 
             \b
             Examples:

@@ -1913,6 +1913,28 @@ def test_one_live_line_tells_the_turn_the_tokens_what_runs_and_for_how_long_and_
     assert ("\x1b[2m" in said) == (not environ)
 
 
+def test_the_live_line_of_a_session_that_goes_on_counts_its_turns_from_the_beginning(home):
+    with fakeserver.serve([RUNS, THINKS], wire=Wire.OPENAI) as server:
+        assert agentloop_run(home, "x", *loud(server), "-q", "--journal", "j.jsonl").code == 3
+        program = pexpect.spawn(sys.executable, [str(HERE / "agentloop.py"), "resume", "./j.jsonl", *SHELL], cwd=str(home), encoding="utf-8",
+                                env=program_environment(home, TERM="xterm"), timeout=20, dimensions=(24, 80), echo=False)
+        said = program.read()
+        program.wait()
+    assert program.exitstatus == 0 and set(re.findall(r"turn \d+, \d+ tokens: [a-z_ ]+", said)) >= {
+        "turn 1, 832 tokens: run_shell", "turn 2, 832 tokens: the model thinks"} and "turn 0" not in said
+
+
+def test_the_name_of_a_model_moves_no_cursor(home):
+    with fakeserver.serve([{"text": "the end"}], wire=Wire.OPENAI) as server:
+        ended = agentloop_run(home, "x", "-m", "openai:m\x1b[2J", "--url", server.url + "/v1", "-t", "m.toml", "-v")
+    assert ended.code == 0 and "\x1b" not in ended.stderr and r"openai:m\u{1b}[2J" in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--max-turns", "--max-tokens", "--reply-tokens", "--context"])
+def test_a_limit_of_nothing_is_an_error_and_not_the_default(home, option):
+    assert agentloop_run(home, "x", *script(home, *TWELVE), option, "0", "-q") == Ended(2, "", f"agentloop: {option}: a number from 1 is needed\n")
+
+
 SILENT_TERMINALS = {"dumb": ((), {"TERM": "dumb"}), "events": (("-o", "jsonl"), {}), "quiet": (("-q",), {})}
 
 
@@ -2435,6 +2457,30 @@ def test_stopped_at_any_instant_a_session_goes_on_and_no_effect_happens_twice(ho
         statuses = {record["call"]: record["status"] for record in records if record["type"] == "tool.finished"}
         done = {int(call[1:]) for call, status in statuses.items() if status == "ok"}
         assert done <= set(added(home)) and set(range(1, 31)) - set(added(home)) <= set(range(1, 31)) - done, seed
+
+
+IN_A_FINALIZER = """
+import os, signal, agentloop
+class Loud:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
+interrupts = agentloop.Interrupts()
+interrupts.install()
+try:
+    Loud()
+    {after}
+except agentloop.Interrupted as stopped:
+    print(stopped.what)
+"""
+AFTER = {"in-a-wait": "signal.pause(); signal.pause()", "before-a-record": "with interrupts.shield(): pass"}
+
+
+@pytest.mark.parametrize("after", AFTER.values(), ids=AFTER)
+def test_a_signal_that_comes_while_an_object_is_finalized_stops_the_run_all_the_same(after):
+    done = subprocess.run([sys.executable, "-c", IN_A_FINALIZER.format(after=after)], capture_output=True, text=True, cwd=HERE, timeout=20)
+    assert (done.stdout, done.stderr) == ("stopped by SIGTERM\n", "")
 
 
 def blocked_at_start(home: Path, padding: int) -> tuple[subprocess.Popen, int]:
@@ -4947,6 +4993,16 @@ def test_a_skill_is_listed_activated_and_can_be_given_from_the_start(home):
     assert "Step one." in server.requests[0]["body"]["messages"][0]["content"]
     ended = agentloop_run(home, "x", *script(home, {"text": "ok"}), "-q", "--skill", "nope")
     assert ended.code == 2 and "there is no skill 'nope'" in ended.stderr
+
+
+@pytest.mark.parametrize("activation", ["", '[tools.activate_skill]\nkind = "builtin"\n'], ids=["given", "activated"])
+def test_no_grant_lets_a_skill_be_written_however_it_comes_to_the_model(home, activation):
+    text = skill_md(name="tidy")
+    write_skill(home / "skills" / "tidy", text)
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.write_file]\nkind = "builtin"\n' + activation)
+    replies = call("write_file", path="skills/tidy/SKILL.md", content="pwned"), call("write_file", path="note", content="kept"), {"text": "ok"}
+    ended = agentloop_run(home, "x", *script(home, *replies), "-q", "--skills", "skills", "--skill", "tidy", "--yes-scope", "write_file", "--on-deny", "tell")
+    assert (home / "skills" / "tidy" / "SKILL.md").read_text() == text and (home / "note").read_text() == "kept", ended
 
 
 # ── Sessions that an administrator can trust ──
