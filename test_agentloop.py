@@ -1987,9 +1987,9 @@ def test_help_has_examples_first_a_line_for_each_option_and_fits_eighty_columns(
     done = subprocess.run([sys.executable, str(HERE / "agentloop.py"), *command.split(), "--help"], capture_output=True, text=True,
                           env=program_environment(home, COLUMNS="80"))
     assert (done.returncode, done.stderr) == (0, "") and all(len(line) <= 80 for line in done.stdout.split("\n"))
-    options = done.stdout.partition("\nOptions:\n")[2].partition("\n\n")[0].split("\n")
-    own = [line for line in options if "--install-completion" not in line and "customize" not in line and "--show-completion" not in line]
-    assert all(re.match(r"  -", line) for line in own if line)
+    options = done.stdout.partition("\nOptions:\n")[2].partition("\n\n")[0].rstrip("\n") + "\n"
+    own = re.sub(r"  --(install|show)-completion.*\n(?:    .*\n)*", "", options)  # Typer's own two wrap; how depends on its version.
+    assert own.strip() and all(line.startswith("  -") for line in own.splitlines())
     if command in ("", "run", "resume", "check"):
         assert 0 < done.stdout.index("Examples:\n") < done.stdout.index("Options:\n")
     if not command:
