@@ -1345,7 +1345,7 @@ class Grant(Value):
 
     tool: str
     text: str
-    pattern: WordPattern | PathPattern | UrlPattern | PairsPattern | TextPattern | None
+    pattern: WordPattern | PathPattern | UrlPattern | TextPattern | None
 
 
 @value
@@ -1381,7 +1381,7 @@ def parse_grant(text: str, forms: Mapping[str, ScopeForm], places: Places) -> Gr
     if not colon and forms[tool] is not ScopeForm.PATH:
         return Grant(tool, text, None)
     try:
-        return Grant(tool, text, PARSERS[forms[tool]](pattern if colon else "**", places))
+        return Grant(tool, text, PATTERNS[forms[tool]][0](pattern if colon else "**", places))
     except ToolError as error:
         raise ConfigError(error.what, where, error.mend) from None
 
@@ -1393,14 +1393,14 @@ def allows(grant: Grant, call: Canonical) -> bool:
 
 def exact_grant(call: Canonical) -> str | None:
     """The grant that covers this call and none with other words, path or URL; None if no grant can say that."""
-    pattern = _as_text(call)
+    pattern, given = in_words(call), _words_of(call)
     match call.form:
-        case ScopeForm.SHELL:
-            sayable = words(pattern) is not None or "*" not in pattern and not pattern.endswith("...")
         case ScopeForm.ARGV:
-            sayable = words(pattern) == call.subject  # not so if the first looks like an assignment
-        case ScopeForm.PAIRS:
-            sayable = not any("=" in key for key, _ in call.subject)
+            sayable = words(pattern) == given  # not so if the first looks like an assignment
+        case ScopeForm.SHELL if given is None:
+            sayable = "*" not in pattern and not pattern.endswith("...")
+        case ScopeForm.SHELL | ScopeForm.PAIRS:
+            sayable = given is not None
         case _:
             sayable = "*" not in pattern
     if call.form is ScopeForm.URL and "?" not in pattern:
@@ -1411,15 +1411,10 @@ def exact_grant(call: Canonical) -> str | None:
 def nearest(grants: Iterable[Grant], call: Canonical) -> tuple[Grant, str] | None:
     """On a denial: the grant for this tool that is like the call the longest, and why it does not cover it."""
     def alike(grant: Grant) -> int:
-        pairs = zip(grant.text, f"{call.tool}:{_as_text(call)}")
+        pairs = zip(grant.text, f"{call.tool}:{in_words(call)}")
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     others = [grant for grant in grants if grant.tool == call.tool and not allows(grant, call)]
-    return ((best := max(others, key=alike)), best.pattern.rule) if others else None
-
-
-def executed_command(call: Canonical) -> str:
-    """What the shell is given: a simple command as its words, quoted anew; any other as it is."""
-    return _as_text(call)
+    return (max(others, key=alike), PATTERNS[call.form][1]) if others else None
 
 
 def literal_words(grant: Grant) -> tuple[str, ...]:
@@ -1431,15 +1426,24 @@ def literal_words(grant: Grant) -> tuple[str, ...]:
     return ()
 
 
-def _as_text(call: Canonical) -> str:
-    """The subject in the words of a grant: quoted if it is words, else as it is."""
-    from shlex import quote
-    parts = words(call.subject) if call.form is ScopeForm.SHELL else call.subject
-    if parts is None or isinstance(parts, str):
-        return call.subject
-    if call.form is ScopeForm.PAIRS:
-        parts = [f"{key}={value}" for key, value in parts]
-    return " ".join(f"'{part}'" if part in TAILS else quote(part) for part in parts)
+def in_words(call: Canonical) -> str:
+    """The subject as a grant says it and as a shell gets it: words quoted anew, anything else as it is."""
+    given = _words_of(call)
+    if given is None:
+        return str(call.subject)
+    return " ".join(f"'{word}'" if word in TAILS else shlex.quote(word) for word in given)
+
+
+def _words_of(call: Canonical) -> tuple[str, ...] | None:
+    """The words that a WordPattern is held against; None where none can say the call."""
+    match call.form:
+        case ScopeForm.SHELL:
+            return words(call.subject)
+        case ScopeForm.ARGV:
+            return call.subject
+        case ScopeForm.PAIRS if not any("=" in key for key, _ in call.subject):
+            return tuple(map("=".join, call.subject))
+    return None
 
 
 # Words: a subset of the shell's grammar on which bash and dash agree (approvals.md 3).
@@ -1553,39 +1557,46 @@ def match_glob(glob: Glob, text: str) -> bool:
     return bool(reached >> len(data))
 
 
-# Patterns, one class a form: `parse` raises ToolError for what approvals.md says to refuse, `rule` tells the denied.
+# Patterns. What makes one raises ToolError for all that approvals.md says to refuse.
 
 
 @value
 class WordPattern(Value):
-    """Words, for a simple shell command or an argv; the tail is "" or one of TAILS."""
+    """The words of a simple shell command, of an argv, or of arguments, each as key=value and sorted by key."""
 
     globs: tuple[Glob, ...]
-    tail: str
-    rule: ClassVar[str] = ("it takes simple commands without operators or expansions, word by word; "
-                           "a wildcard takes one word, no option and no '..'")
-
-    @classmethod
-    def parse(cls, text: str, _places: Places) -> WordPattern:
-        globs, last = _lex(text), text.split()[-1]
-        # Compared with the text too: a quoted '...' is a word like any other, or no exact grant could name it.
-        tail = last if last in TAILS and globs[-1].literal == last else ""
-        given = [glob.literal for glob in globs[:-1]] + [None if tail else globs[-1].literal]
-        if given[0] is None:
-            raise ToolError("the command's name has a wildcard", "pattern", "name it, or grant the whole tool")
-        before = given[1:given.index(None)] if None in given else []
-        if None in given and given[0].rpartition("/")[2] in RUNNERS and all(word.startswith("-") for word in before):
-            raise ToolError(f"{given[0]} runs what the wildcard takes", "pattern", "name what it shall run")
-        return cls(globs[:-1] if tail else globs, tail)
+    tail: str = ""  # or one of TAILS
 
     def takes(self, call: Canonical) -> bool:
-        given = call.subject if call.form is ScopeForm.ARGV else words(call.subject)
+        given = _words_of(call)
         if given is None or len(given) < len(self.globs) or not all(map(_takes_word, self.globs, given)):
             return False
         further = given[len(self.globs):]
         if self.tail == "-...":
             return all(map(is_clean, further))
         return not further or self.tail == "..." and all(_takes_word(Glob((Star.DEEP,)), word) for word in further)
+
+
+def word_pattern(text: str, _places: Places) -> WordPattern:
+    globs, last = _lex(text), text.split()[-1]
+    # Compared with the text too: a quoted '...' is a word like any other, or no exact grant could name it.
+    tail = last if last in TAILS and globs[-1].literal == last else ""
+    given = [glob.literal for glob in globs[:-1]] + [None if tail else globs[-1].literal]
+    if given[0] is None:
+        raise ToolError("the command's name has a wildcard", "pattern", "name it, or grant the whole tool")
+    before = given[1:given.index(None)] if None in given else []
+    if None in given and given[0].rpartition("/")[2] in RUNNERS and all(word.startswith("-") for word in before):
+        raise ToolError(f"{given[0]} runs what the wildcard takes", "pattern", "name what it shall run")
+    return WordPattern(globs[:-1] if tail else globs, tail)
+
+
+def pair_pattern(text: str, _places: Places) -> WordPattern:
+    """Words `key=glob`, one for each argument, in any order; the glob is for the whole word."""
+    read = _lex("tool " + text)[1:]  # behind a name, key=… is no assignment
+    globs = {glob.head.partition("=")[0]: glob for glob in read}
+    if not all("=" in glob.head for glob in read) or len(globs) < len(read):
+        raise ToolError("not a list of key=value, each key once", "pattern", "write key=* for any value")
+    return WordPattern(tuple(globs[key] for key in sorted(globs)))
 
 
 def _takes_word(glob: Glob, word: str) -> bool:
@@ -1601,18 +1612,6 @@ class PathPattern(Value):
     """Segments of an absolute path; Star.DEEP stands for `**`."""
 
     segments: tuple[Glob | Star, ...]
-    rule: ClassVar[str] = "the resolved path is not in it; a wildcard takes no name with a dot in front"
-
-    @classmethod
-    def parse(cls, text: str, places: Places) -> PathPattern:
-        base, text = (places.home, text[2:]) if text.startswith("~/") else ("" if text[0] == "/" else places.cwd, text)
-        given = [segment for segment in text.split("/") if segment not in ("", ".")]
-        if ".." in given:
-            raise ToolError("a '..' segment", "pattern", "write the path that is meant")
-        # Only the operator's text has wildcards: a star in the name of the working directory is a star.
-        fixed = list(itertools.takewhile(lambda segment: "*" not in segment, given))
-        head = [Glob((segment,)) for segment in places.resolve("/".join([base, *fixed]) or "/").split("/") if segment]
-        return cls((*head, *(Star.DEEP if segment == "**" else _plain(segment) for segment in given[len(fixed):])))
 
     def takes(self, call: Canonical) -> bool:
         path, reached = [segment for segment in call.subject.split("/") if segment], {0}
@@ -1624,6 +1623,17 @@ class PathPattern(Value):
                 if at in reached and _takes_segment(Glob((pattern,)), path, at):
                     reached.add(at + 1)
         return len(path) in reached
+
+
+def path_pattern(text: str, places: Places) -> PathPattern:
+    base, text = (places.home, text[2:]) if text.startswith("~/") else ("" if text[0] == "/" else places.cwd, text)
+    given = [segment for segment in text.split("/") if segment not in ("", ".")]
+    if ".." in given:
+        raise ToolError("a '..' segment", "pattern", "write the path that is meant")
+    # Only the operator's text has wildcards: a star in the name of the working directory is a star.
+    fixed = list(itertools.takewhile(lambda segment: "*" not in segment, given))
+    head = [Glob((segment,)) for segment in places.resolve("/".join([base, *fixed]) or "/").split("/") if segment]
+    return PathPattern((*head, *(Star.DEEP if segment == "**" else _plain(segment) for segment in given[len(fixed):])))
 
 
 def _takes_segment(glob: Glob, path: list[str], at: int) -> bool:
@@ -1711,14 +1721,6 @@ class UrlPattern(Value):
     url: Url
     subdomains: str  # "" or "*."
     fields: tuple[Glob, ...] | None  # None takes any query
-    rule: ClassVar[str] = "scheme, host, port, path and, if the grant has one, each field of the query must match"
-
-    @classmethod
-    def parse(cls, text: str, _places: Places) -> UrlPattern:
-        scheme, subdomains, rest = re.fullmatch(r"(https?://)?(\*\.)?(.*)", text).groups("")
-        url = parse_url(scheme + rest)
-        fields = tuple(_plain(field.replace("*", "**")) for field in url.fields)
-        return cls(url, subdomains, fields if "?" in text.partition("#")[0] else None)
 
     def takes(self, call: Canonical) -> bool:
         url, mine = parse_url(call.subject), self.url
@@ -1730,24 +1732,11 @@ class UrlPattern(Value):
         return match_glob(_plain(mine.path), url.path) and all(map(match_glob, self.fields or (), url.fields))
 
 
-@value
-class PairsPattern(Value):
-    """Words `key=glob`, one for each argument, in any order; the glob is for the whole word."""
-
-    globs: tuple[tuple[str, Glob], ...]
-    rule: ClassVar[str] = "each argument must match the word key=… of the grant, and none may be missing there"
-
-    @classmethod
-    def parse(cls, text: str, _places: Places) -> PairsPattern:
-        read = _lex("tool " + text)[1:]  # behind a name, key=… is no assignment
-        globs = tuple((glob.head.partition("=")[0], glob) for glob in read)
-        if not all("=" in glob.head for glob in read) or len(dict(globs)) < len(globs):
-            raise ToolError("not a list of key=value, each key once", "pattern", "write key=* for any value")
-        return cls(globs)
-
-    def takes(self, call: Canonical) -> bool:
-        globs, given = dict(self.globs), dict(call.subject)
-        return globs.keys() == given.keys() and all(_takes_word(globs[key], f"{key}={given[key]}") for key in given)
+def url_pattern(text: str, _places: Places) -> UrlPattern:
+    scheme, subdomains, rest = re.fullmatch(r"(https?://)?(\*\.)?(.*)", text).groups("")
+    url = parse_url(scheme + rest)
+    fields = tuple(_plain(field.replace("*", "**")) for field in url.fields)
+    return UrlPattern(url, subdomains, fields if "?" in text.partition("#")[0] else None)
 
 
 @value
@@ -1755,31 +1744,28 @@ class TextPattern(Value):
     """A glob on the one value, in which a star takes anything."""
 
     glob: Glob
-    rule: ClassVar[str] = "the value does not match"
-
-    @classmethod
-    def parse(cls, text: str, _places: Places) -> TextPattern:
-        return cls(_plain(text.replace("*", "**")))
 
     def takes(self, call: Canonical) -> bool:
         return match_glob(self.glob, call.subject)
 
 
+def text_pattern(text: str, _places: Places) -> TextPattern:
+    return TextPattern(_plain(text.replace("*", "**")))
+
+
 class Verbatim(TextPattern):
     """A whole shell command that is not simple: the same text, byte for byte."""
 
-    rule: ClassVar[str] = "it takes one command, exactly as it stands"
 
-    @classmethod
-    def parse(cls, text: str, places: Places) -> Verbatim | WordPattern:
-        """The pattern for a shell command: words, if it is simple."""
-        try:
-            _lex(text)
-        except ToolError as error:
-            if "*" in text or stripped(text).endswith("..."):
-                raise ToolError(f"a wildcard, but {error.what}", "pattern", "grant such a command whole") from None
-            return cls(Glob((stripped(text),)))
-        return WordPattern.parse(text, places)
+def shell_pattern(text: str, places: Places) -> Verbatim | WordPattern:
+    """Words, if the command is simple."""
+    try:
+        _lex(text)
+    except ToolError as error:
+        if "*" in text or stripped(text).endswith("..."):
+            raise ToolError(f"a wildcard, but {error.what}", "pattern", "grant such a command whole") from None
+        return Verbatim(Glob((stripped(text),)))
+    return word_pattern(text, places)
 
 
 RUNNERS = frozenset("""
@@ -1787,13 +1773,14 @@ RUNNERS = frozenset("""
     eval exec source . command builtin python python3 perl ruby node php lua awk gawk mawk sed ssh
 """.split())
 
-PARSERS = {
-    ScopeForm.SHELL: Verbatim.parse,
-    ScopeForm.ARGV: WordPattern.parse,
-    ScopeForm.PATH: PathPattern.parse,
-    ScopeForm.URL: UrlPattern.parse,
-    ScopeForm.PAIRS: PairsPattern.parse,
-    ScopeForm.TEXT: TextPattern.parse,
+PATTERNS = {  # what makes the pattern of a form, and its rule for who was denied
+    ScopeForm.SHELL: (shell_pattern, "a command with operators or expansions is granted whole, any other word by word; "
+                                     "a wildcard takes one word, no option and no '..'"),
+    ScopeForm.ARGV: (word_pattern, "it takes the command word by word; a wildcard takes one word, no option and no '..'"),
+    ScopeForm.PATH: (path_pattern, "the resolved path is not in it; a wildcard takes no name with a dot in front"),
+    ScopeForm.URL: (url_pattern, "scheme, host, port, path and, if the grant has one, each field of the query must match"),
+    ScopeForm.PAIRS: (pair_pattern, "each argument must match the word key=… of the grant, and none may be missing there"),
+    ScopeForm.TEXT: (text_pattern, "the value does not match"),
 }
 
 
@@ -3121,7 +3108,7 @@ class Shell(Kind):
         return Canonical(name, self.form, command)
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        return run_program((*self.prefix, "/bin/sh", "-c", executed_command(canonical)), context)
+        return run_program((*self.prefix, "/bin/sh", "-c", in_words(canonical)), context)
 
 
 class Access(StrEnum):
