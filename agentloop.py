@@ -1644,12 +1644,6 @@ def _takes_segment(glob: Glob, path: list[str], at: int) -> bool:
     return not hidden and not (at == 0 and path[0] in ("proc", "sys", "dev")) and match_glob(glob, path[at])
 
 
-def check_path_text(path: str, where: str) -> None:
-    """ToolError for what cannot be a path, before anything resolves it."""
-    if not path or "\0" in path or len(path.encode("utf-8", "surrogatepass")) > 4096:
-        raise ToolError("a path is not empty, holds no NUL and has at most 4096 bytes", where)
-
-
 # URLs: one text for one request. What two parsers could read differently is an error (approvals.md 6).
 
 _PORTS = {"http": 80, "https": 443}
@@ -2788,7 +2782,8 @@ def open_resolved(path: str) -> int:
 
 def resolve_path(asked: str, places: Places) -> str:
     """The absolute path without links that a call asks for. Raises ToolError for what cannot be one."""
-    check_path_text(asked, "path")
+    if not asked or "\0" in asked or len(asked.encode("utf-8", "surrogatepass")) > 4096:
+        raise ToolError("a path is not empty, holds no NUL and has at most 4096 bytes", "path")
     return places.resolve(os.path.join(places.cwd, asked))
 
 
@@ -3327,9 +3322,15 @@ def tool(function: Callable[..., Any], *, name: str = "", description: str = "",
     about = description or (inspect.getdoc(function) or "").partition("\n")[0]
     if not about:
         raise ConfigError("a model chooses a tool by its description", where, "write a docstring")
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return Tool(name or function.__name__, about, schema, PythonTool(function, context, scope, requires_approval),
+    return Tool(name or function.__name__, about, closed(properties, required),
+                PythonTool(function, context, scope, requires_approval),
                 Approval.AUTO if requires_approval else approval, timeout=timeout)
+
+
+def closed(properties: JSON, required: Sequence[str] | None = None) -> JSON:
+    """The JSON Schema of an object with these keys and no other, in this order; all are required, or those named."""
+    required = list(properties if required is None else required)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 @value
@@ -3756,32 +3757,30 @@ PATH_PARAMETER = {"type": "string", "minLength": 1}
 
 @value
 class BuiltinEntry(Value):
-    """A builtin's kind, the JSON Schema properties of its parameters, and its description."""
+    """A builtin's kind, its description, and the JSON Schema of its arguments."""
 
     kind: Any
     description: str
-    properties: Mapping[str, JSON] = field(default_factory=dict)
-    required: tuple[str, ...] = ()
+    schema: JSON
 
 
 BUILTINS = {
     "calculate": BuiltinEntry(TextBuiltin(lambda text, context: calculate(text), "expression"),
                               "The exact result of an arithmetic expression, e.g. (12+8)*3 or sqrt(2).",
-                              {"expression": {"type": "string", "minLength": 1}}, ("expression",)),
-    "now": BuiltinEntry(TextBuiltin(tell_time), "The current date, time and time zone of this machine."),
+                              closed({"expression": {"type": "string", "minLength": 1}})),
+    "now": BuiltinEntry(TextBuiltin(tell_time), "The current date, time and time zone of this machine.", closed({})),
     "read_file": BuiltinEntry(PathBuiltin(read_lines, CutFrom.MIDDLE_KEEP_HEAD, Access.READ), "The text of one file.",
-                              {"path": PATH_PARAMETER,
-                               "offset": {"type": "integer", "description": "first line; -1 is the last line"},
-                               "limit": {"type": "integer", "minimum": 1, "description": "number of lines"}},
-                              ("path",)),
+                              closed({"path": PATH_PARAMETER,
+                                      "offset": {"type": "integer", "description": "first line; -1 is the last line"},
+                                      "limit": {"type": "integer", "minimum": 1, "description": "number of lines"}},
+                                     ["path"])),
     "list_dir": BuiltinEntry(PathBuiltin(list_entries, CutFrom.MIDDLE_KEEP_HEAD, Access.READ),
-                             "The files and folders in a folder, with their sizes.", {"path": PATH_PARAMETER},
-                             ("path",)),
+                             "The files and folders in a folder, with their sizes.", closed({"path": PATH_PARAMETER})),
     "write_file": BuiltinEntry(PathBuiltin(write_content, CutFrom.MIDDLE_KEEP_HEAD, Access.WRITE),
                                "Write a whole text file; what was in it before is gone.",
-                               {"path": PATH_PARAMETER, "content": {"type": "string"}}, ("path", "content")),
+                               closed({"path": PATH_PARAMETER, "content": {"type": "string"}})),
     "activate_skill": BuiltinEntry(SkillBuiltin(), "Get the instructions of a skill before you do what it is for.",
-                                   {"name": {"type": "string", "minLength": 1}}, ("name",)),
+                                   closed({"name": {"type": "string", "minLength": 1}})),
 }
 
 
@@ -4028,7 +4027,7 @@ def build_builtin(name: str, entry: Entry, prefix: tuple[str, ...], where: str) 
         if not isinstance(kind, PathBuiltin):
             raise ConfigError("only a file tool has roots", f"{where}.roots")
         kind = replace(kind, roots=entry.roots)
-    return kind, entry.description or builtin.description, object_schema(dict(builtin.properties), builtin.required)
+    return kind, entry.description or builtin.description, builtin.schema
 
 
 def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[HttpTool, str, JSON]:
@@ -4054,8 +4053,8 @@ def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> 
 def build_agent(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Agent, str, JSON]:
     if not entry.tools or entry.max_turns < 1:
         raise ConfigError("tools = [\"…\"] and max_turns from 1 on are needed", where)
-    task = {"type": "string", "minLength": 1, "description": "what to find out or do"}
-    return Agent(entry.system or AGENT_PROMPT, entry.tools, entry.max_turns), entry.description, object_schema({"task": task}, ["task"])
+    schema = closed({"task": {"type": "string", "minLength": 1, "description": "what to find out or do"}})
+    return Agent(entry.system or AGENT_PROMPT, entry.tools, entry.max_turns), entry.description, schema
 
 
 def check_parameters(used: set[str], schema: JSON, where: str) -> None:
@@ -4082,11 +4081,7 @@ def parameters_schema(entry: Entry, where: str) -> JSON:
         properties[name] = told
         if "default" not in told and not parameter.get("optional"):
             required.append(name)
-    return checked_schema(object_schema(properties, required), f"{where}.params")
-
-
-def object_schema(properties: JSON, required: Sequence[str]) -> JSON:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return checked_schema(closed(properties, required), f"{where}.params")
 
 
 def checked_schema(schema: JSON, where: str) -> JSON:
@@ -4839,11 +4834,6 @@ def tool_signature(spec: ToolSpec) -> str:
 def answer_branch(lines: list[str]) -> JSON:
     """The answer, and before it the line that shows it, chosen among the real ones."""
     return closed({**({"evidence": {"enum": lines}} if lines else {}), "answer": {"type": "string", "minLength": 1}})
-
-
-def closed(properties: JSON) -> JSON:
-    """The JSON Schema of an object with exactly these keys, in this order."""
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def constrained_schema(schema: JSON) -> JSON:
