@@ -3978,9 +3978,9 @@ def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]
 
 def build_tool(name: str, entry: Entry, manifest: Manifest, where: str) -> Tool:
     """The Tool of one manifest entry. Raises ConfigError."""
-    allowed = KINDS[entry.kind].keys | COMMON_KEYS - KINDS[entry.kind].without
-    for key in Entry.__dataclass_fields__:
-        if key not in allowed and getattr(entry, key) != Entry.__dataclass_fields__[key].default and getattr(entry, key):
+    allowed, absent = KINDS[entry.kind].keys | COMMON_KEYS - KINDS[entry.kind].without, vars(Entry())
+    for key, given in vars(entry).items():
+        if key not in allowed and given != absent[key]:
             raise ConfigError(f"a {entry.kind} tool has no key {key!r}", where)
     if entry.sandbox and entry.sandbox not in manifest.sandbox:
         raise ConfigError(f"there is no [sandbox.{entry.sandbox}]", f"{where}.sandbox")
@@ -4075,37 +4075,36 @@ def parameters_schema(entry: Entry, where: str) -> JSON:
     for name, parameter in entry.params.items():
         if not isinstance(parameter, dict) or not isinstance(parameter.get("type"), str):
             raise ConfigError("a table with a type is needed", f"{where}.params.{name}")
-        told = {key: value for key, value in parameter.items() if key != "optional"}
-        if told["type"] == "string" and "enum" not in told:
-            told.setdefault("minLength", 1)
-        properties[name] = told
-        if "default" not in told and not parameter.get("optional"):
+        properties[name] = not_empty({key: told for key, told in parameter.items() if key != "optional"})
+        if "default" not in parameter and not parameter.get("optional"):
             required.append(name)
     return checked_schema(closed(properties, required), f"{where}.params")
 
 
+def not_empty(told: JSON) -> JSON:
+    """The schema of a parameter under which a text is not empty, unless it says how short one may be, or which."""
+    free = told.get("type") == "string" and not {"minLength", "enum", "const"} & told.keys()
+    return {**told, "minLength": 1} if free else told
+
+
 def checked_schema(schema: JSON, where: str) -> JSON:
     """The schema. Raises ConfigError for one that jsonschema refuses, or that reaches outside itself."""
-    for reference in references(schema):
-        if not str(reference).startswith("#"):
-            raise ConfigError(f"a $ref outside the schema ({reference!r}) is not fetched", where)
-    if not is_plain_schema(schema):
-        check_schema(schema, where)
-    return schema
-
-
-def check_schema(schema: JSON, where: str) -> None:
-    """Raises ConfigError for what is no JSON Schema."""
+    if is_plain_schema(schema):
+        return schema
     import jsonschema
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ConfigError(error.message, where) from error
+    for reference in references(schema):
+        if not reference.startswith("#"):
+            raise ConfigError(f"a $ref outside the schema ({reference[:80]!r}) is not fetched", where)
+    return schema
 
 
-def references(value: JSON) -> Iterator[JSON]:
+def references(value: JSON) -> Iterator[str]:
     """Every $ref in a schema."""
-    if isinstance(value, dict) and "$ref" in value:
+    if isinstance(value, dict) and isinstance(value.get("$ref"), str):
         yield value["$ref"]
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from references(item)
@@ -4216,12 +4215,10 @@ def server_schema(schema: JSON) -> JSON:
     nothing undeclared, text not empty unless declared so. Raises ConfigError."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         raise ConfigError("its input schema is not that of an object")
-    check_schema(schema, "")
-    found = unreferenced(schema, schema, (), itertools.count())
+    found = unreferenced(checked_schema(schema, ""), schema, (), itertools.count())
     for name, told in found.get("properties", {}).items():
         told.pop("default", None)  # it is the server that knows what a missing argument means
-        if told.get("type") == "string" and "enum" not in told and "const" not in told:
-            told.setdefault("minLength", 1)
+        found["properties"][name] = not_empty(told)
     if not {"additionalProperties", "unevaluatedProperties"} & found.keys():
         found["unevaluatedProperties" if COMBINING & found.keys() else "additionalProperties"] = False
     return found
@@ -4239,23 +4236,20 @@ def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Itera
         rest = {key: told for key, told in schema.items() if key != "$ref"}
         return unreferenced({**(named if isinstance(named, dict) else {}), **rest}, root, (*within, reference), parts)
     inner = lambda told: unreferenced(told, root, within, parts)
-    found = {}
-    for key, told in schema.items():
+    found = {key: told for key, told in schema.items() if key not in NOT_FROM_SERVERS}
+    for key, told in found.items():
         if key in SCHEMA_MAPS:
             found[key] = {name: inner(item) for name, item in told.items()}
-        elif key in SCHEMA_LISTS:
-            found[key] = [inner(item) for item in told]
-        elif key not in NOT_FROM_SERVERS:
-            found[key] = inner(told) if key in SCHEMA_PLACES else told
+        elif key in SCHEMA_PLACES:
+            found[key] = list(map(inner, told)) if isinstance(told, list) else inner(told)
     return found
 
 
 def pointed(root: JSON, reference: str) -> JSON:
     """What a `#/…` reference names in its own schema. Raises ConfigError where that is nothing."""
-    if reference != "#" and not reference.startswith("#/"):
-        raise ConfigError(f"a $ref outside the schema ({reference[:80]!r}) is not fetched")
-    place = root
-    for step in urllib.parse.unquote(reference[2:]).split("/") if reference != "#" else ():
+    anchor, *steps = urllib.parse.unquote(reference.removeprefix("#")).split("/")
+    place = MISSING if anchor else root
+    for step in steps:
         step = step.replace("~1", "/").replace("~0", "~")
         place = place.get(step, MISSING) if isinstance(place, dict) else MISSING
     if place is MISSING:
@@ -4306,10 +4300,17 @@ def argument_problem(schema: JSON, arguments: JSON) -> str | None:
 
 
 def is_plain_schema(schema: JSON) -> bool:
-    """Whether the schema says no more than `is_plainly_valid` can judge."""
-    return schema.get("type") == "object" and schema.keys() <= PLAIN_OBJECT and isinstance(schema.get("properties", {}), dict) and all(
-        isinstance(told, dict) and told.keys() <= PLAIN_KEYS and str(told.get("type")) in JSON_TYPES
+    """Whether the schema is one, and says no more than `is_plainly_valid` can judge."""
+    if schema.get("type") != "object" or not has_keys(schema, PLAIN_OBJECT):
+        return False
+    return all(isinstance(name, str) for name in schema.get("required", ())) and all(
+        isinstance(told, dict) and str(told.get("type")) in JSON_TYPES and has_keys(told, PLAIN_KEYS)
         for told in schema.get("properties", {}).values())
+
+
+def has_keys(schema: JSON, known: Mapping[str, Any]) -> bool:
+    """Whether the schema has no keys but these, each with a value of its type."""
+    return all(key in known and isinstance(told, known[key]) for key, told in schema.items())
 
 
 def is_plainly_valid(schema: JSON, arguments: JSON) -> bool:
@@ -4361,16 +4362,16 @@ MANY_TOOLS, MANY_PARAMETERS, VAGUE = 20, 5, 12  # tools, parameters, characters 
 MOST_WORDS = 4_000  # characters of a server's description
 MOST_PARTS = 5_000  # schemas in a server's schema, once its references are put in place
 SCHEMA_MAPS = frozenset(("properties", "dependentSchemas"))
-SCHEMA_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
-SCHEMA_PLACES = frozenset(("items", "contains", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
-                           "propertyNames", "not", "if", "then", "else"))
+SCHEMA_PLACES = frozenset(("items", "prefixItems", "contains", "additionalProperties", "unevaluatedProperties",
+                           "unevaluatedItems", "propertyNames", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"))
 NOT_FROM_SERVERS = frozenset(("pattern", "patternProperties", "$schema", "$id", "$anchor", "$defs", "definitions",
                               "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$vocabulary", "$comment"))
 COMBINING = frozenset(("allOf", "anyOf", "oneOf", "if", "dependentSchemas"))
 JSON_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
-PLAIN_OBJECT = frozenset(("type", "properties", "required", "additionalProperties", "title", "description"))
-PLAIN_KEYS = frozenset(("type", "description", "default", "enum", "minLength", "maxLength", "minimum", "maximum",
-                        "title"))
+PLAIN_OBJECT = {"type": str, "title": str, "description": str, "properties": dict, "required": list,
+                "additionalProperties": bool}
+PLAIN_KEYS = {"type": str, "title": str, "description": str, "default": object, "enum": list, "minLength": int,
+              "maxLength": int, "minimum": (int, float), "maximum": (int, float)}
 
 
 # ═══ 12. Approvals ══════════════════════════════════════════════════════════════════════════════

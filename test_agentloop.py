@@ -790,6 +790,10 @@ MANIFEST_ERRORS = {
     "unknown-builtin": ('[tools.eval]\nkind = "builtin"', "m.toml: tools.eval: 'eval' is none of calculate, now, read_file"),
     "outside-reference": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nschema = {type = "object", '
                           'properties = {p = {"$ref" = "http://x/y"}}}', "a $ref outside the schema"),
+    "no-schema": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nparams.p = {type = "string", minLength = "x"}',
+                  "m.toml: tools.a.params: 'x' is not of type 'integer'"),
+    "no-required": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls"]\nschema = {type = "object", required = 5}',
+                    "m.toml: tools.a.schema: 5 is not of type 'array'"),
     "no-toml": ("[tools", "m.toml: "),
     "repeated-key": ('[tools.a]\nkind = "shell"\nkind = "shell"', "m.toml: "),
 }
