@@ -4378,12 +4378,19 @@ PLAIN_KEYS = {"type": str, "title": str, "description": str, "default": object, 
 
 
 @value
-class Verdict(Value):
-    """What was decided about a call before anybody was asked; `canonical` is None for an error."""
+class Answer(Value):
+    """What is said about one call: by a rule, a grant, a prompter."""
 
     decision: Decision
-    by: DecidedBy
+    by: DecidedBy = DecidedBy.PROMPT
     reason: str = ""
+    remember: str | None = None  # a grant for the rest of this process
+
+
+@value
+class Verdict(Answer):
+    """What is said about a call before anybody is asked; `canonical` is None for an error."""
+
     canonical: Canonical | None = None
     arguments: JSON = None  # with the schema's defaults
     approval: Approval = Approval.ASK
@@ -4396,17 +4403,7 @@ class Verdict(Value):
 
     @property
     def digest(self) -> str:
-        return digest((self.canonical)) if self.canonical else ""
-
-
-@value
-class Answer(Value):
-    """What a prompter says about one call."""
-
-    decision: Decision
-    by: DecidedBy = DecidedBy.PROMPT
-    reason: str = ""
-    remember: str | None = None  # a grant for the rest of this process
+        return digest(self.canonical) if self.canonical else ""
 
 
 def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: Places) -> Verdict:
@@ -4430,7 +4427,7 @@ def judge(call: ToolCall, registry: Registry, grants: Sequence[Grant], places: P
         canonical = tool.canonical(arguments, places)
     except ToolError as error:
         return refusal(str(error))
-    verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", canonical, arguments, tool.approval)
+    verdict = Verdict(Decision.ASK, DecidedBy.RULE, "no grant allows it", None, canonical, arguments, tool.approval)
     forbidden = tool.kind.forbidden(canonical, places)
     if forbidden:
         return replace(verdict, decision=Decision.DENY, reason=forbidden)
@@ -4476,16 +4473,12 @@ def usage_of(tool: Tool) -> str:
 class DenyAll:
     """Nobody is there: what was not granted is denied."""
 
-    name = "nobody is there to ask"
-
     def ask(self, questions: Sequence[AskedCall], directory: str) -> tuple[Answer, ...]:
-        return tuple(Answer(Decision.DENY, DecidedBy.RULE, self.name) for _ in questions)
+        return tuple(Answer(Decision.DENY, DecidedBy.RULE, "nobody is there to ask") for _ in questions)
 
 
 class AsRecorded:
     """What was decided in a recorded session: nothing runs in its replay, so that it is decided alike."""
-
-    name = "the recording"
 
     def __init__(self, decided: Callable[[str], CallDecided | None]):
         self.decided = decided
@@ -4502,8 +4495,6 @@ class AskHost:
     {"answers": [{"call": "c1", "decision": "allow", "reason": "", "remember": false}]}; a call that is not named,
     an end of input or anything unreadable is a no."""
 
-    name = "the host program"
-
     def __init__(self, reader: int):
         self.lines = LineReader(reader)
 
@@ -4512,8 +4503,8 @@ class AskHost:
             told = decode(HostAnswers, strict_json(self.lines.read(PROMPT_WAIT)), "stdin")
         except (ConfigError, ToolError):
             told = HostAnswers(())
-        answers = {answer.call: answer for answer in told.answers}
-        return tuple(host_answer(question, answers.get(question.call)) for question in questions)
+        said = {answer.call: answer for answer in told.answers}
+        return tuple(host_answer(question, said.get(question.call)) for question in questions)
 
 
 @value
@@ -4561,8 +4552,6 @@ class LineReader:
 
 class AskTerminal:
     """One question for the whole batch, on a terminal. Only a clear yes agrees."""
-
-    name = "a person at the terminal"
 
     def __init__(self, reader: int, writer: int):
         self.reader, self.writer = reader, writer
@@ -6934,8 +6923,7 @@ def approve_phase(session: Session) -> Phase:
     answers = dict(zip(asked, ask_batch(session, asked)))
     for call in calls:
         verdict = session.verdicts[call.id]
-        answer = barred(verdict, answers.get(call.id) or Answer(verdict.decision, verdict.by, verdict.reason),
-                        session.parts.registry, session.parts.places)
+        answer = barred(verdict, answers.get(call.id, verdict), session.parts.registry, session.parts.places)
         session.emit(CallDecided(call.id, answer.decision, answer.by, verdict.grant, answer.reason, verdict.digest))
     denied = [call for call in calls if session.state.decided[call.id].decision is Decision.DENY]
     if denied and session.parts.on_deny is OnDeny.STOP:
@@ -7096,7 +7084,7 @@ def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], Non
     if parts.recorded and not tool.kind.resumes:
         return parts.recorded(path_of(session.state, call.id))
     try:
-        if digest((tool.canonical(verdict.arguments, parts.places))) != session.state.decided[call.id].digest:
+        if digest(tool.canonical(verdict.arguments, parts.places)) != session.state.decided[call.id].digest:
             raise ToolError("what the call comes down to has changed since it was approved")
         parts.places.check()
         output = tool.kind.run(verdict.canonical, verdict.arguments, context)
@@ -8103,7 +8091,7 @@ def check_call(asked: Invocation) -> ExitCode:
     except ToolError as error:
         call = ToolCall("c1", name, problem=error.what)
     verdict = judge(call, setup.registry, setup.grants, setup.places)
-    answer = barred(verdict, Answer(verdict.decision, verdict.by, verdict.reason), setup.registry, setup.places)
+    answer = barred(verdict, verdict, setup.registry, setup.places)
     verdict = replace(verdict, decision=answer.decision, reason=answer.reason)
     decision = Decision.DENY if verdict.decision is Decision.ASK else verdict.decision
     near = nearest(setup.grants, verdict.canonical) if verdict.canonical and decision is Decision.DENY else None
