@@ -453,6 +453,13 @@ def check_value(value: object, where: str = "arguments", depth: int = 1) -> None
         raise ToolError(f"an integer of more than {MAX_DIGITS} digits", where)
 
 
+def values_in(value: JSON) -> Iterator[JSON]:
+    """The value, and all that are in it."""
+    yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from values_in(item)
+
+
 def _check_depth(text: str, where: str) -> None:
     """ToolError for nesting that the parser would follow into the ground. Brackets in strings do not count."""
     depth = 0
@@ -3041,14 +3048,14 @@ class Tool(Value):
 class Kind(Value):
     """What a kind of tool may do; what it does not say here, it need not say."""
 
-    form: ClassVar[ScopeForm]
+    form: ClassVar[ScopeForm] = ScopeForm.PAIRS
     cut: ClassVar[CutFrom] = CutFrom.MIDDLE_KEEP_HEAD
     resumes: ClassVar[bool] = False  # whether a call that was begun goes on where it stopped
     secrets: ClassVar[tuple[str, ...]] = ()  # names of the variables that a template names
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
         """What a call comes down to. Raises ToolError where it cannot be carried out."""
-        raise NotImplementedError
+        return Canonical(name, self.form, as_pairs(arguments))
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         """Carries out an approved call. Raises ToolError, a result for the model."""
@@ -3195,7 +3202,7 @@ class HttpTool(Kind):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        return tuple(variables((*self.headers.values(), *texts_in(self.body))))
+        return tuple(variables((*self.headers.values(), *(part for part in values_in(self.body) if isinstance(part, str)))))
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
         url, rest = str(parse_url(render_url(self.url, self.query, arguments))), []
@@ -3249,11 +3256,7 @@ class Agent(Kind):
     system: str
     tools: tuple[str, ...]
     max_turns: int
-    form = ScopeForm.PAIRS
     resumes = True
-
-    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
-        return Canonical(name, self.form, as_pairs(arguments))
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
         return context.run_task(self, arguments["task"])
@@ -3419,14 +3422,6 @@ def filled_json(template: JSON, arguments: JSON, secret: Callable[[str], str]) -
     return arguments[alone[1]] if alone else fill(template, arguments, str, secret)
 
 
-def texts_in(value: JSON) -> Iterator[str]:
-    """Every text in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from texts_in(item)
-
-
 def query_value(text: str) -> str:
     return urllib.parse.quote(text, safe="")
 
@@ -3451,10 +3446,6 @@ class Mcp(Kind):
     server: str
     tool: str
     pinned: str  # the digest of the definition that may be called
-    form = ScopeForm.PAIRS
-
-    def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
-        return Canonical(name, self.form, as_pairs(arguments))
 
     def forbidden(self, canonical: Canonical, places: Places) -> str:
         """Why no grant may allow the call: the definition is not the pinned one. A server that does not say what it
@@ -4038,8 +4029,8 @@ def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> 
     if entry.method not in METHODS:
         raise ConfigError(f"{entry.method!r} is none of {', '.join(METHODS)}", f"{where}.method")
     schema = parameters_schema(entry, where)
-    templates = [entry.url, *entry.headers.values(), *entry.query.values(), *texts_in(entry.body)]
-    check_parameters({parameter for text in templates for parameter in placeholders(text)}, schema, where)
+    templates = [entry.url, *entry.headers.values(), *entry.query.values(), *values_in(entry.body)]
+    check_parameters({name for text in templates if isinstance(text, str) for name in placeholders(text)}, schema, where)
     missing = [parameter for parameter in placeholders(entry.url) if parameter not in schema.get("required", ())
                and "default" not in schema["properties"][parameter]]
     if missing:
@@ -4096,18 +4087,11 @@ def checked_schema(schema: JSON, where: str) -> JSON:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ConfigError(error.message, where) from error
-    for reference in references(schema):
-        if not reference.startswith("#"):
+    for part in values_in(schema):
+        reference = part.get("$ref") if isinstance(part, dict) else None
+        if isinstance(reference, str) and not reference.startswith("#"):
             raise ConfigError(f"a $ref outside the schema ({reference[:80]!r}) is not fetched", where)
     return schema
-
-
-def references(value: JSON) -> Iterator[str]:
-    """Every $ref in a schema."""
-    if isinstance(value, dict) and isinstance(value.get("$ref"), str):
-        yield value["$ref"]
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from references(item)
 
 
 def check_server(name: str, entry: McpEntry, where: str) -> None:
@@ -5439,16 +5423,9 @@ def arguments_in(given: JSON) -> tuple[dict[str, JSON], bool]:
     if not isinstance(value, dict):
         raise ToolError(f"an object is needed, not {kind_name(value)}", "arguments")
     check_value(value)
-    check_repeated(value)
-    return value, repaired
-
-
-def check_repeated(value: JSON) -> None:
-    """Raises ToolError for an object in which a key stood twice."""
-    if isinstance(value, Repeated):
+    if any(isinstance(part, Repeated) for part in values_in(value)):
         raise ToolError("a key stands in it twice", "arguments")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        check_repeated(item)
+    return value, repaired
 
 
 def repaired_json(text: str) -> JSON:

@@ -889,12 +889,7 @@ params.text = { type = "string" }
 
 @dataclasses.dataclass(frozen=True)
 class FixtureKind(agentloop.Kind):
-    """An MCP tool without its server: only its canonical form, for the decision about it."""
-
-    form = ScopeForm.PAIRS
-
-    def canonical(self, name, arguments, places):
-        return Canonical(name, self.form, agentloop.as_pairs(arguments))
+    """An MCP tool without its server: all that a decision about it needs."""
 
 
 TEXT_PARAMETER = {"type": "string", "minLength": 1}
