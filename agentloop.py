@@ -3131,7 +3131,7 @@ class PathBuiltin(Kind):
     form = ScopeForm.PATH
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
-        rest = tuple((key, as_text(value)) for key, value in sorted(arguments.items()) if key != "path")
+        rest = tuple(pair for pair in as_pairs(arguments) if pair[0] != "path")
         return Canonical(name, self.form, resolve_path(arguments["path"], places), arguments["path"], rest)
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
@@ -3903,9 +3903,10 @@ class Registry(Value):
 
     def with_skills(self, skills: Mapping[str, Skill]) -> Registry:
         """The registry whose `activate_skill` knows these; without any, it has no such tool."""
-        tools = {name: replace(tool, kind=replace(tool.kind, skills=skills)) if isinstance(tool.kind, SkillBuiltin) else tool
-                 for name, tool in self.tools.items() if skills or not isinstance(tool.kind, SkillBuiltin)}
-        return replace(self, tools=tools)
+        knowing = {name: replace(tool, kind=replace(tool.kind, skills=skills)) for name, tool in self.tools.items()
+                   if isinstance(tool.kind, SkillBuiltin)}
+        return replace(self, tools={name: knowing.get(name, tool) for name, tool in self.tools.items()
+                                    if skills or name not in knowing})
 
     def of_agent(self, agent: Agent) -> Registry:
         """The part of the tools that a sub-agent has: never another agent."""
@@ -4031,10 +4032,10 @@ def build_http(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> 
     schema = parameters_schema(entry, where)
     templates = [entry.url, *entry.headers.values(), *entry.query.values(), *values_in(entry.body)]
     check_parameters({name for text in templates if isinstance(text, str) for name in placeholders(text)}, schema, where)
-    missing = [parameter for parameter in placeholders(entry.url) if parameter not in schema.get("required", ())
-               and "default" not in schema["properties"][parameter]]
-    if missing:
-        raise ConfigError("a parameter in the URL cannot be left out; put it into query = {…}", f"{where}.params.{missing[0]}")
+    for parameter in placeholders(entry.url):
+        if parameter not in schema.get("required", ()) and "default" not in schema["properties"][parameter]:
+            raise ConfigError("a parameter in the URL cannot be left out; put it into query = {…}",
+                              f"{where}.params.{parameter}")
     if "${" in entry.url + "".join(entry.query.values()):
         raise ConfigError("a secret in a URL would be shown; send it in a header", where)
     return (HttpTool(entry.method, entry.url, entry.headers, entry.query, entry.body, entry.allow_private),
@@ -4243,7 +4244,8 @@ def pointed(root: JSON, reference: str) -> JSON:
 
 def needed_programs(kind: Kind) -> tuple[str, ...]:
     """The programs that a tool of this kind starts: its sandbox, and its own."""
-    return (*(kind.prefix[:1] if isinstance(kind, (Command, Shell)) else ()), *(kind.argv[:1] if isinstance(kind, Command) else ()))
+    own = kind.argv[:1] if isinstance(kind, Command) else ()
+    return (*kind.prefix[:1], *own) if isinstance(kind, (Command, Shell)) else ()
 
 
 def advice_of(tools: Mapping[str, Tool]) -> Iterator[tuple[str, str]]:
@@ -4255,16 +4257,19 @@ def advice_of(tools: Mapping[str, Tool]) -> Iterator[tuple[str, str]]:
             yield name, f"its description is vague: {tool.description!r}"
         if len(tool.schema.get("properties", {})) > MANY_PARAMETERS:
             yield name, f"more than {MANY_PARAMETERS} parameters"
-        if tool.approval is Approval.AUTO and not tool.readonly and not isinstance(tool.kind, (PathBuiltin, TextBuiltin, SkillBuiltin)):
+        reads = isinstance(tool.kind, PathBuiltin) and tool.kind.access is Access.READ
+        harmless = tool.readonly or reads or isinstance(tool.kind, (TextBuiltin, SkillBuiltin))
+        if tool.approval is Approval.AUTO and not harmless:
             yield name, 'approval = "auto", and it is not readonly: it may change things without a question'
 
 
 def can_match(grant: Grant, tool: Tool | None) -> bool:
     """Whether some call of the tool can match the grant, as far as its template tells."""
-    if isinstance(grant.pattern, WordPattern) and tool and isinstance(tool.kind, Command):
-        return grant.pattern.globs[0].literal in (None, tool.kind.argv[0])
-    if isinstance(grant.pattern, UrlPattern) and tool and isinstance(tool.kind, HttpTool) and not grant.pattern.subdomains:
-        return tool.kind.is_bounded(Canonical(grant.tool, ScopeForm.URL, str(replace(grant.pattern.url, path="/", fields=()))))
+    kind, pattern = tool and tool.kind, grant.pattern
+    if isinstance(kind, Command) and pattern:
+        return pattern.globs[0].literal == kind.argv[0]
+    if isinstance(kind, HttpTool) and pattern and not pattern.subdomains:
+        return kind.is_bounded(Canonical(grant.tool, ScopeForm.URL, str(pattern.url)))
     return True
 
 
@@ -4543,16 +4548,14 @@ class AskTerminal:
     def ask(self, questions: Sequence[AskedCall], directory: str) -> tuple[Answer, ...]:
         import termios
         termios.tcflush(self.reader, termios.TCIFLUSH)  # what was typed before the question is no answer
-        lines, pages = LineReader(self.reader), [0] * len(questions)
+        lines, pages = LineReader(self.reader), [itertools.cycle(pages_of(question.shown)) for question in questions]
         write_all(self.writer, question_text(questions, directory).encode())
         while True:
             line = lines.read(PROMPT_WAIT)
             wanted = re.fullmatch(r"v ?([0-9]+)", line)
             if not wanted or not 0 < int(wanted[1]) <= len(questions):
                 return read_answers(line, questions)
-            number = int(wanted[1]) - 1
-            write_all(self.writer, page(questions[number].shown, pages[number]).encode())
-            pages[number] += 1
+            write_all(self.writer, next(pages[int(wanted[1]) - 1]).encode())
 
 
 def question_text(questions: Sequence[AskedCall], directory: str) -> str:
@@ -4577,11 +4580,10 @@ def shortened(shown: str, number: int) -> str:
     return f"{shown[:400]} […] {shown[-100:]}\n     ({size:,} bytes, SHA-256 {sha256}; v{number} shows it, page by page)"
 
 
-def page(shown: str, number: int) -> str:
-    """One page of a long text; after its last one, the first again."""
-    count = max(1, -(-len(shown) // PAGE))
-    start = number % count * PAGE
-    return f"{shown[start:start + PAGE]}\n(page {number % count + 1} of {count})\n> "
+def pages_of(shown: str) -> list[str]:
+    """A long text, page by page."""
+    parts = [shown[start:start + PAGE] for start in range(0, len(shown), PAGE)] or [""]
+    return [f"{part}\n(page {n} of {len(parts)})\n> " for n, part in enumerate(parts, 1)]
 
 
 def shown_subject(canonical: Canonical) -> str:

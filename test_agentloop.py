@@ -5262,14 +5262,16 @@ def test_a_host_says_which_calls_need_a_question_and_what_a_grant_is_matched_aga
 
 def test_check_says_what_would_stop_a_run_and_what_it_would_send(home):
     (home / "m.toml").write_text(ARITHMETIC + '[tools.gone]\nkind = "command"\ndescription = "x"\nargv = ["no-such-program"]\n'
-                                 '[tools.auto]\nkind = "command"\ndescription = "Restarts the whole machine."\nargv = ["true"]\napproval = "auto"\n')
+                                 '[tools.auto]\nkind = "command"\ndescription = "Restarts the whole machine."\nargv = ["true"]\napproval = "auto"\n'
+                                 '[tools.write_file]\nkind = "builtin"\napproval = "auto"\n[tools.list_dir]\nkind = "builtin"\napproval = "auto"\n')
     with fakeserver.serve([], wire=Wire.OLLAMA) as server:
         words = ("-t", "m.toml", "--url", server.url, "--yes-scope", "add:cat *")
         ended = agentloop_run(home, "", "-m", "ollama:m", *words, command="check")
         missing = agentloop_run(home, "", "-m", "ollama:other", *words, "-o", "jsonl", command="check")
     assert ended.code == 0 and ended.stderr == ""
-    for line in ("warning: tools: the tool gone is left out: 'no-such-program' is not on this machine", "ok: run without asking: auto",
+    for line in ("warning: tools: the tool gone is left out: 'no-such-program' is not on this machine", "ok: run without asking: auto, write_file, list_dir",
                  "warning: auto: approval = \"auto\", and it is not readonly: it may change things without a question",
+                 "warning: write_file: approval = \"auto\", and it is not readonly: it may change things without a question",
                  "warning: grant 'add:cat *': no call of that tool can ever match it"):
         assert line in ended.stdout.splitlines(), ended.stdout
     assert re.search(r"ok: model m: a window of [0-9,]+ tokens; system prompt, tools and skills take about [0-9,]+", ended.stdout)
