@@ -3970,14 +3970,14 @@ def build_registry(manifest: Manifest, find_program: Callable[[str], str | None]
 
 def build_tool(name: str, entry: Entry, manifest: Manifest, where: str) -> Tool:
     """The Tool of one manifest entry. Raises ConfigError."""
-    allowed, absent = KINDS[entry.kind].keys | COMMON_KEYS - KINDS[entry.kind].without, vars(Entry())
-    for key, given in vars(entry).items():
-        if key not in allowed and given != absent[key]:
+    build, keys = KINDS[entry.kind]
+    for key, default in vars(Entry()).items():
+        if key not in keys and getattr(entry, key) != default:
             raise ConfigError(f"a {entry.kind} tool has no key {key!r}", where)
     if entry.sandbox and entry.sandbox not in manifest.sandbox:
         raise ConfigError(f"there is no [sandbox.{entry.sandbox}]", f"{where}.sandbox")
     prefix = manifest.sandbox[entry.sandbox].argv if entry.sandbox else ()
-    kind, description, schema = KINDS[entry.kind].build(name, entry, prefix, where)
+    kind, description, schema = build(name, entry, prefix, where)
     if not description:
         raise ConfigError("the key 'description' is missing", where)
     return Tool(name, description, schema, kind, entry.approval, entry.readonly, entry.idempotent,
@@ -4328,24 +4328,16 @@ def with_defaults(schema: JSON, arguments: JSON) -> JSON:
     return {**defaults, **arguments}
 
 
-@value
-class KindEntry(Value):
-    """How a manifest's entry becomes a tool of this kind, and which keys are its own."""
-
-    build: Callable[[str, Entry, tuple[str, ...], str], tuple[Any, str, JSON]]
-    keys: frozenset[str]
-    without: frozenset[str] = frozenset()  # of the common ones, those that would say nothing here
-
-
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-COMMON_KEYS = frozenset(("kind", "description", "approval", "readonly", "idempotent", "required", "timeout", "output"))
-KINDS = {"command": KindEntry(build_command, frozenset(("argv", "params", "schema", "dash", "sandbox", "env"))),
-         "shell": KindEntry(build_shell, frozenset(("params", "schema", "sandbox", "env"))),
-         "builtin": KindEntry(build_builtin, frozenset(("builtin", "roots"))),
-         "http": KindEntry(build_http, frozenset(("method", "url", "headers", "query", "body", "allow_private", "params",
-                                                  "schema"))),
-         "agent": KindEntry(build_agent, frozenset(("system", "tools", "max_turns")),
-                            frozenset(("timeout", "readonly", "idempotent")))}
+COMMON_KEYS = frozenset(("kind", "description", "approval", "required", "output"))
+CALL_KEYS = COMMON_KEYS | {"timeout", "readonly", "idempotent"}
+KINDS = {  # what makes a tool of the kind from its entry, and the keys that say something there
+    "command": (build_command, CALL_KEYS | {"argv", "params", "schema", "dash", "sandbox", "env"}),
+    "shell": (build_shell, CALL_KEYS | {"params", "schema", "sandbox", "env"}),
+    "builtin": (build_builtin, CALL_KEYS | {"builtin", "roots"}),
+    "http": (build_http, CALL_KEYS | {"method", "url", "headers", "query", "body", "allow_private", "params", "schema"}),
+    "agent": (build_agent, COMMON_KEYS | {"system", "tools", "max_turns"}),
+}
 AGENT_PROMPT = "You do one task for another assistant, with the tools you have, and answer with what you found."
 MANY_TOOLS, MANY_PARAMETERS, VAGUE = 20, 5, 12  # tools, parameters, characters of a description
 MOST_WORDS = 4_000  # characters of a server's description
