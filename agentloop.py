@@ -1588,13 +1588,14 @@ def word_pattern(text: str, _places: Places) -> WordPattern:
     globs, last = _lex(text), text.split()[-1]
     # Compared with the text too: a quoted '...' is a word like any other, or no exact grant could name it.
     tail = last if last in TAILS and globs[-1].literal == last else ""
-    given = [glob.literal for glob in globs[:-1]] + [None if tail else globs[-1].literal]
-    if given[0] is None:
+    globs = globs[:-1] if tail else globs
+    fixed = [glob.literal for glob in itertools.takewhile(lambda glob: glob.literal is not None, globs)]
+    if not fixed:
         raise ToolError("the command's name has a wildcard", "pattern", "name it, or grant the whole tool")
-    before = given[1:given.index(None)] if None in given else []
-    if None in given and given[0].rpartition("/")[2] in RUNNERS and all(word.startswith("-") for word in before):
-        raise ToolError(f"{given[0]} runs what the wildcard takes", "pattern", "name what it shall run")
-    return WordPattern(globs[:-1] if tail else globs, tail)
+    runs_any = fixed[0].rpartition("/")[2] in RUNNERS and all(word.startswith("-") for word in fixed[1:])
+    if runs_any and (tail or len(fixed) < len(globs)):
+        raise ToolError(f"{fixed[0]} runs what the wildcard takes", "pattern", "name what it shall run")
+    return WordPattern(globs, tail)
 
 
 def pair_pattern(text: str, _places: Places) -> WordPattern:
