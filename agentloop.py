@@ -1231,6 +1231,11 @@ def visible(text: str) -> str:
     return re.sub(" {9,}", lambda run: f"␠×{len(run.group())}", shown) if " " * 9 in shown else shown
 
 
+def on_one_line(text: str) -> str:
+    """The same on one line, whole: a line end is shown too."""
+    return visible(text).replace("\n", "\\u{a}")
+
+
 def one_line(text: str, limit: int = 160) -> str:
     """The text on one line, shortened in the middle with its length where it is longer than `limit`."""
     line = visible(" ".join(text.split("\n")))
@@ -4569,8 +4574,7 @@ def shortened(shown: str, number: int) -> str:
     """The text, or its two ends with its size and digest, and how to see all of it."""
     if len(shown) <= LONG_SUBJECT:
         return shown
-    size, sha256 = len(shown.encode()), hashlib.sha256(shown.encode()).hexdigest()
-    return f"{shown[:400]} […] {shown[-100:]}\n     ({size:,} bytes, SHA-256 {sha256}; v{number} shows it, page by page)"
+    return f"{shown[:400]} […] {shown[-100:]}\n     ({identity(shown)}; v{number} shows it, page by page)"
 
 
 def pages_of(shown: str) -> list[str]:
@@ -4594,13 +4598,13 @@ def shown_subject(canonical: Canonical) -> str:
 
 def named_value(name: str, value: str) -> str:
     """An argument for a person; before a long one stand its own size and digest, since its end may be out of sight."""
-    data = value.encode()
-    size = f" ({len(data)} bytes, SHA-256 {hashlib.sha256(data).hexdigest()})" if len(data) > LONG_VALUE else ""
-    return f"{name}{size}={value}"
+    return f"{name} ({identity(value)})={value}" if len(value.encode()) > LONG_VALUE else f"{name}={value}"
 
 
-def on_one_line(text: str) -> str:
-    return visible(text).replace("\n", "\\u{a}")
+def identity(text: str) -> str:
+    """What tells a long text from any other."""
+    data = text.encode()
+    return f"{len(data):,} bytes, SHA-256 {hashlib.sha256(data).hexdigest()}"
 
 
 def read_answers(line: str, questions: Sequence[AskedCall]) -> tuple[Answer, ...]:
@@ -4620,7 +4624,7 @@ def read_answers(line: str, questions: Sequence[AskedCall]) -> tuple[Answer, ...
     return tuple(Answer(Decision.DENY, reason=told) for _ in questions)
 
 
-LONG_SUBJECT, LONG_VALUE, PAGE = 2000, 500, 3000  # characters
+LONG_SUBJECT, LONG_VALUE, PAGE = 2000, 500, 3000  # characters, bytes, characters
 PROMPT_WAIT = 300.0  # seconds until no answer is a no
 EXAMPLES = {"string": "text", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
