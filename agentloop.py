@@ -377,6 +377,8 @@ def decode_value(hint: Any, value: JSON, where: str) -> Any:
     if isinstance(hint, type):
         if is_dataclass(hint):
             return decode(hint, value, where)
+        if hint in MEASURES and isinstance(value, str):
+            return hint(MEASURES[hint](value, where))
         if issubclass(hint, StrEnum) and value in list(hint):
             return hint(value)
         if hint is float and type(value) is int:
@@ -502,6 +504,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(compact(value).encode()).hexdigest()
 
 
+class Seconds(float):
+    """A field that `decode` takes as a duration."""
+
+
+class Size(int):
+    """A field that `decode` takes as a size."""
+
+
 def duration(text: str, where: str) -> float:
     """Seconds of `90s`, `10m`, `2h`, `1.5h` or a bare number of seconds. Raises ConfigError."""
     return measured(text, DURATION_UNITS, where, "a duration such as 90s, 10m or 2h")
@@ -524,7 +534,9 @@ def measured(text: str, units: Mapping[str, float], where: str, wanted: str) -> 
 
 
 HINT_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", tuple: "a list",
-              list: "a list", dict: "a table", Mapping: "a table", type(None): "null"}
+              list: "a list", dict: "a table", Mapping: "a table", type(None): "null", Seconds: "a duration in quotes",
+              Size: "a size in quotes"}
+MEASURES = {Seconds: duration, Size: size}
 DURATION_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 SIZE_UNITS = {"": 1, "k": 1_000, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
@@ -3810,8 +3822,8 @@ class Entry(Value):
     readonly: bool = False
     idempotent: bool = False
     required: bool = False
-    timeout: str = "30s"
-    output: str = ""
+    timeout: Seconds = Seconds(30)
+    output: Size | None = None
     env: tuple[str, ...] = ()
 
 
@@ -3835,9 +3847,9 @@ class ModelEntry(Value):
     key_env: str = ""
     key_file: str = ""
     ca_file: str = ""
-    connect_timeout: str = "10s"
-    first_byte_timeout: str = "330s"
-    idle_timeout: str = "2m"
+    connect_timeout: Seconds = Seconds(10)
+    first_byte_timeout: Seconds = Seconds(330)
+    idle_timeout: Seconds = Seconds(120)
     stream: bool = True
 
 
@@ -3846,10 +3858,10 @@ class LimitsEntry(Value):
     """The [limits] table; None where the default holds."""
 
     max_turns: int | None = None
-    timeout: str | None = None
+    timeout: Seconds | None = None
     max_tokens: int | None = None
     reply_tokens: int | None = None
-    output: str | None = None
+    output: Size | None = None
 
 
 @value
@@ -3863,8 +3875,8 @@ class McpEntry(Value):
     env: tuple[str, ...] = ()
     readonly: tuple[str, ...] = ()
     approval: Approval = Approval.ASK
-    timeout: str = "30s"  # of one call
-    start_timeout: str = "20s"
+    timeout: Seconds = Seconds(30)  # of one call
+    start_timeout: Seconds = Seconds(20)
     required: bool = False
 
 
@@ -3986,9 +3998,8 @@ def build_tool(name: str, entry: Entry, manifest: Manifest, where: str) -> Tool:
     kind, description, schema = build(name, entry, prefix, where)
     if not description:
         raise ConfigError("the key 'description' is missing", where)
-    return Tool(name, description, schema, kind, entry.approval, entry.readonly, entry.idempotent,
-                duration(entry.timeout, f"{where}.timeout"), size(entry.output, f"{where}.output") if entry.output
-                else None, entry.env)
+    return Tool(name, description, schema, kind, entry.approval, entry.readonly, entry.idempotent, entry.timeout,
+                entry.output, entry.env)
 
 
 def build_command(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Command, str, JSON]:
@@ -4120,8 +4131,6 @@ def check_server(name: str, entry: McpEntry, where: str) -> None:
         except ToolError as error:
             raise ConfigError(str(error), f"{where}.url") from error
     check_parameters({name for text in entry.headers.values() for name in placeholders(text)}, {}, f"{where}.headers")
-    for key in ("timeout", "start_timeout"):
-        duration(getattr(entry, key), f"{where}.{key}")
 
 
 def servers_of(manifest: Manifest, environ: Mapping[str, str], cwd: str) -> tuple[McpServer, ...]:
@@ -4133,7 +4142,7 @@ def servers_of(manifest: Manifest, environ: Mapping[str, str], cwd: str) -> tupl
         except ToolError as error:
             raise ConfigError(error.what, f"{manifest.where}: mcp.{name}.headers") from error
         servers.append(McpServer(name, entry.argv, entry.url, headers, process_environment(environ, entry.env), cwd,
-                                 duration(entry.start_timeout, name)))
+                                 entry.start_timeout))
     return tuple(servers)
 
 
@@ -4198,7 +4207,7 @@ def known_definition(name: str, found: McpDefinition | None, pins: Mapping[str, 
 
 def server_tool(spec: ToolSpec, kind: Mcp, entry: McpEntry) -> Tool:
     return Tool(spec.name, spec.description, spec.parameters, kind, entry.approval, kind.tool in entry.readonly,
-                timeout=duration(entry.timeout, spec.name))
+                timeout=entry.timeout)
 
 
 def server_schema(schema: JSON) -> JSON:
@@ -6297,9 +6306,8 @@ def http_url(url: str) -> str:
 
 
 def options_of(flags: Flags, entry: ModelEntry) -> ModelOptions:
-    seconds = lambda key: duration(getattr(entry, key), f"model.{key}")
     return ModelOptions(flags.context or entry.context, entry.key_env, entry.key_file, entry.ca_file,
-                        seconds("connect_timeout"), seconds("first_byte_timeout"), seconds("idle_timeout"), entry.stream)
+                        entry.connect_timeout, entry.first_byte_timeout, entry.idle_timeout, entry.stream)
 
 
 def key_of(options: ModelOptions, url: str, machine: Machine, trusted_url: str) -> str:
@@ -8386,18 +8394,17 @@ def find_journal(session: str, machine: Machine) -> str:
 
 def limits_of(flags: Flags, manifest: Manifest, base: Limits) -> Limits:
     """The limits: flag, manifest, default, in this order."""
-    entry, where = manifest.limits, f"{manifest.where}: limits"
+    entry, seconds = manifest.limits, duration(flags.timeout, "--timeout") if flags.timeout else None
     first = lambda *values: next((value for value in values if value), None)
     for name, value in (("--max-turns", flags.max_turns), ("--reply-tokens", flags.reply_tokens),
                         ("--max-tokens", flags.max_tokens), ("--context", flags.context)):
         if value is not None and value < 1:
             raise ConfigError("a number from 1 is needed", name)
-    seconds = duration(flags.timeout, "--timeout") if flags.timeout else (
-        duration(entry.timeout, f"{where}.timeout") if entry.timeout else base.timeout_s)
-    return Limits(first(flags.max_turns, entry.max_turns, base.max_turns), seconds,
+    return Limits(first(flags.max_turns, entry.max_turns, base.max_turns),
+                  first(seconds, entry.timeout, base.timeout_s),
                   first(flags.max_tokens, entry.max_tokens, base.max_tokens),
                   first(flags.reply_tokens, entry.reply_tokens, base.reply_tokens),
-                  size(entry.output, f"{where}.output") if entry.output else base.output)
+                  first(entry.output, base.output))
 
 
 def system_text(setup: Setup, window: int) -> str:
