@@ -4097,19 +4097,24 @@ def not_empty(told: JSON) -> JSON:
 
 
 def checked_schema(schema: JSON, where: str) -> JSON:
-    """The schema. Raises ConfigError for one that jsonschema refuses, or that reaches outside itself."""
-    if is_plain_schema(schema):
-        return schema
-    import jsonschema
-    try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise ConfigError(error.message, where) from error
+    """The schema. Raises ConfigError for what is none, or reaches outside itself: jsonschema would fetch that."""
+    check_schema(schema, where)
     for part in values_in(schema):
         reference = part.get("$ref") if isinstance(part, dict) else None
         if isinstance(reference, str) and not reference.startswith("#"):
             raise ConfigError(f"a $ref outside the schema ({reference[:80]!r}) is not fetched", where)
     return schema
+
+
+def check_schema(schema: JSON, where: str) -> None:
+    """Raises ConfigError for what is no JSON Schema."""
+    if is_plain_schema(schema):
+        return
+    import jsonschema
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ConfigError(error.message, where) from error
 
 
 def check_server(name: str, entry: McpEntry, where: str) -> None:
@@ -4215,7 +4220,8 @@ def server_schema(schema: JSON) -> JSON:
     nothing undeclared, text not empty unless declared so. Raises ConfigError."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         raise ConfigError("its input schema is not that of an object")
-    found = unreferenced(checked_schema(schema, ""), schema, (), itertools.count())
+    check_schema(schema, "")
+    found = unreferenced(schema, schema, (), itertools.count())
     for name, told in found.get("properties", {}).items():
         told.pop("default", None)  # it is the server that knows what a missing argument means
         found["properties"][name] = not_empty(told)
@@ -4246,14 +4252,14 @@ def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Itera
 
 
 def pointed(root: JSON, reference: str) -> JSON:
-    """What a `#/…` reference names in its own schema. Raises ConfigError where that is nothing."""
-    anchor, *steps = urllib.parse.unquote(reference.removeprefix("#")).split("/")
-    place = MISSING if anchor else root
+    """What a `#/…` reference names in its own schema. Raises ConfigError for any other, or where that is nothing."""
+    start, *steps = urllib.parse.unquote(reference).split("/")
+    place = root if start == "#" else MISSING
     for step in steps:
         step = step.replace("~1", "/").replace("~0", "~")
         place = place.get(step, MISSING) if isinstance(place, dict) else MISSING
     if place is MISSING:
-        raise ConfigError(f"its $ref {reference[:80]!r} names nothing")
+        raise ConfigError(f"its $ref {reference[:80]!r} names nothing in it, and is not fetched")
     return place
 
 
