@@ -4097,12 +4097,12 @@ def not_empty(told: JSON) -> JSON:
 
 
 def checked_schema(schema: JSON, where: str) -> JSON:
-    """The schema. Raises ConfigError for what is none, or reaches outside itself: jsonschema would fetch that."""
+    """The schema. Raises ConfigError for what is none, or has a $ref to nothing in it: jsonschema would fetch that."""
     check_schema(schema, where)
     for part in values_in(schema):
         reference = part.get("$ref") if isinstance(part, dict) else None
-        if isinstance(reference, str) and not reference.startswith("#"):
-            raise ConfigError(f"a $ref outside the schema ({reference[:80]!r}) is not fetched", where)
+        if isinstance(reference, str) and not re.match("#[^/]", reference):  # that would be an anchor
+            pointed(schema, reference, where)
     return schema
 
 
@@ -4238,7 +4238,7 @@ def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Itera
         return {} if schema is True else {"not": {}}
     reference = schema.get("$ref")
     if reference is not None:
-        named = {} if reference in within else pointed(root, reference)
+        named = {} if reference in within else pointed(root, reference, "")
         rest = {key: told for key, told in schema.items() if key != "$ref"}
         return unreferenced({**(named if isinstance(named, dict) else {}), **rest}, root, (*within, reference), parts)
     inner = lambda told: unreferenced(told, root, within, parts)
@@ -4251,7 +4251,7 @@ def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Itera
     return found
 
 
-def pointed(root: JSON, reference: str) -> JSON:
+def pointed(root: JSON, reference: str, where: str) -> JSON:
     """What a `#/…` reference names in its own schema. Raises ConfigError for any other, or where that is nothing."""
     start, *steps = urllib.parse.unquote(reference).split("/")
     place = root if start == "#" else MISSING
@@ -4259,7 +4259,7 @@ def pointed(root: JSON, reference: str) -> JSON:
         step = step.replace("~1", "/").replace("~0", "~")
         place = place.get(step, MISSING) if isinstance(place, dict) else MISSING
     if place is MISSING:
-        raise ConfigError(f"its $ref {reference[:80]!r} names nothing in it, and is not fetched")
+        raise ConfigError(f"the $ref {reference[:80]!r} names nothing in the schema, and is not fetched", where)
     return place
 
 

@@ -789,7 +789,9 @@ MANIFEST_ERRORS = {
     "bad-name": ('[tools."a b"]\nkind = "command"', "m.toml: tools.a b: a tool's name has letters"),
     "unknown-builtin": ('[tools.eval]\nkind = "builtin"', "m.toml: tools.eval: 'eval' is none of calculate, now, read_file"),
     "outside-reference": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nschema = {type = "object", '
-                          'properties = {p = {"$ref" = "http://x/y"}}}', "a $ref outside the schema"),
+                          'properties = {p = {"$ref" = "http://x/y"}}}', "m.toml: tools.a.schema: the $ref 'http://x/y' names nothing in the schema"),
+    "reference-to-nothing": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nschema = {type = "object", '
+                             'properties = {p = {"$ref" = "#/$defs/x"}}}', "m.toml: tools.a.schema: the $ref '#/$defs/x' names nothing"),
     "bad-wait": ('[model]\nidle_timeout = 30', "m.toml.model.idle_timeout: a duration in quotes is needed, not a whole number ('30')"),
     "no-schema": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nparams.p = {type = "string", minLength = "x"}',
                   "m.toml: tools.a.params: 'x' is not of type 'integer'"),
