@@ -4097,12 +4097,17 @@ def not_empty(told: JSON) -> JSON:
 
 
 def checked_schema(schema: JSON, where: str) -> JSON:
-    """The schema. Raises ConfigError for what is none, or has a $ref to nothing in it: jsonschema would fetch that."""
+    """The schema. Raises ConfigError for what is none, for a pattern that is none, and for a $ref to nothing in it:
+    jsonschema would fetch that."""
     check_schema(schema, where)
     for part in values_in(schema):
-        reference = part.get("$ref") if isinstance(part, dict) else None
+        reference, pattern = (part.get("$ref"), part.get("pattern")) if isinstance(part, dict) else (None, None)
         if isinstance(reference, str) and not re.match("#[^/]", reference):  # that would be an anchor
             pointed(schema, reference, where)
+        try:
+            re.compile(pattern if isinstance(pattern, str) else "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ConfigError(f"{pattern[:80]!r} is no regular expression: {error}", where) from error
     return schema
 
 
@@ -4335,7 +4340,8 @@ def is_plainly_valid(schema: JSON, arguments: JSON) -> bool:
             return False
         if "enum" in told and not any(type(value) is type(item) and value == item for item in told["enum"]):
             return False
-        if isinstance(value, str) and not told.get("minLength", 0) <= len(value) <= told.get("maxLength", 1 << 30):
+        if isinstance(value, str) and not (told.get("minLength", 0) <= len(value) <= told.get("maxLength", 1 << 30)
+                                           and re.search(told.get("pattern", ""), value)):
             return False
         if type(value) in (int, float) and not told.get("minimum", value) <= value <= told.get("maximum", value):
             return False
@@ -4372,8 +4378,8 @@ COMBINING = frozenset(("allOf", "anyOf", "oneOf", "if", "dependentSchemas"))
 JSON_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
 PLAIN_OBJECT = {"type": str, "title": str, "description": str, "properties": dict, "required": list,
                 "additionalProperties": bool}
-PLAIN_KEYS = {"type": str, "title": str, "description": str, "default": object, "enum": list, "minLength": int,
-              "maxLength": int, "minimum": (int, float), "maximum": (int, float)}
+PLAIN_KEYS = {"type": str, "title": str, "description": str, "default": object, "enum": list, "pattern": str,
+              "minLength": int, "maxLength": int, "minimum": (int, float), "maximum": (int, float)}
 
 
 # ═══ 12. Approvals ══════════════════════════════════════════════════════════════════════════════

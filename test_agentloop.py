@@ -797,6 +797,8 @@ MANIFEST_ERRORS = {
                   "m.toml: tools.a.params: 'x' is not of type 'integer'"),
     "no-required": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls"]\nschema = {type = "object", required = 5}',
                     "m.toml: tools.a.schema: 5 is not of type 'array'"),
+    "no-pattern": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nparams.p = {type = "string", pattern = "("}',
+                   "m.toml: tools.a.params: '(' is no regular expression"),
     "no-toml": ("[tools", "m.toml: "),
     "repeated-key": ('[tools.a]\nkind = "shell"\nkind = "shell"', "m.toml: "),
 }
@@ -831,11 +833,12 @@ def test_the_shipped_manifest_is_read_only_where_it_does_not_ask():
             and isinstance(tool.kind, (agentloop.Command, agentloop.Shell))] == []
     assert registry.tools["run_shell"].approval is agentloop.Approval.ASK
     assert all(len(tool.schema["properties"]) <= 5 and len(tool.description) > 10 for tool in registry.tools.values())
+    assert [tool.name for tool in registry.tools.values() if not agentloop.is_plain_schema(tool.schema)] == []  # no jsonschema at the start
 
 
 PLAIN_TYPES = st.sampled_from(["string", "integer", "number", "boolean"])
 PLAIN_SCHEMAS = st.dictionaries(st.sampled_from("abc"), st.fixed_dictionaries(
-    {"type": PLAIN_TYPES}, optional={"minLength": st.integers(0, 3), "minimum": st.integers(-3, 3), "maximum": st.integers(0, 5),
+    {"type": PLAIN_TYPES}, optional={"minLength": st.integers(0, 3), "pattern": st.sampled_from(["^a", "b$", "[0-9]"]), "minimum": st.integers(-3, 3), "maximum": st.integers(0, 5),
                                      "enum": st.lists(st.integers(-2, 2) | st.text(max_size=2), min_size=1, max_size=3)})).flatmap(
     lambda properties: st.fixed_dictionaries({
         "type": st.just("object"), "properties": st.just(properties), "additionalProperties": st.just(False),
