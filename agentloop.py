@@ -4259,12 +4259,13 @@ def unreferenced(schema: JSON, root: JSON, within: tuple[str, ...], parts: Itera
 def pointed(root: JSON, reference: str, where: str) -> JSON:
     """What a `#/…` reference names in its own schema. Raises ConfigError for any other, or where that is nothing."""
     start, *steps = urllib.parse.unquote(reference).split("/")
-    place = root if start == "#" else MISSING
-    for step in steps:
-        step = step.replace("~1", "/").replace("~0", "~")
-        place = place.get(step, MISSING) if isinstance(place, dict) else MISSING
-    if place is MISSING:
-        raise ConfigError(f"the $ref {reference[:80]!r} names nothing in the schema, and is not fetched", where)
+    place = {"#": root}
+    try:
+        for step in (start, *steps):
+            step = step.replace("~1", "/").replace("~0", "~")
+            place = place[int(step) if isinstance(place, list) else step]
+    except (LookupError, ValueError, TypeError) as error:
+        raise ConfigError(f"the $ref {reference[:80]!r} names nothing in the schema, and is not fetched", where) from error
     return place
 
 
@@ -4625,7 +4626,7 @@ def named_value(name: str, value: str) -> str:
 def identity(text: str) -> str:
     """What tells a long text from any other."""
     data = text.encode()
-    return f"{len(data):,} bytes, SHA-256 {hashlib.sha256(data).hexdigest()}"
+    return f"{len(data)} bytes, SHA-256 {hashlib.sha256(data).hexdigest()}"
 
 
 def read_answers(line: str, questions: Sequence[AskedCall]) -> tuple[Answer, ...]:
