@@ -1199,15 +1199,15 @@ class CutFrom(StrEnum):
     MIDDLE_KEEP_HEAD = "head"
 
 
-def truncate(output: Captured, budget: int, cut: CutFrom) -> tuple[str, Omitted]:
+def truncate(output: Captured, budget: int, cut: CutFrom, way: str = "") -> tuple[str, Omitted]:
     """At most `budget` characters of an output, cut in the middle on line borders, and what was left out.
 
-    The cut stands in the text with its true counts."""
+    The cut stands in the text with its true counts, and with the `way` to the rest: a call with {} for its first row."""
     head, tail = plain(output.head), plain(output.tail)
-    if not output.tail and len(head) <= budget:
+    if fits(output, budget):
         return head, Omitted()
     share = budget // 3 if cut is CutFrom.MIDDLE_KEEP_TAIL else 2 * budget // 3
-    room = budget - MARKER_ROOM
+    room = budget - MARKER_ROOM - len(way)
     first = head[:min(share, room)]
     first = first[:first.rfind("\n") + 1] or first  # up to a line end, or the beginning of one long line
     rest = tail or head
@@ -1218,12 +1218,38 @@ def truncate(output: Captured, budget: int, cut: CutFrom) -> tuple[str, Omitted]
     kept_lines = first.count("\n") + last.count("\n") + (not last.endswith("\n"))
     lines = None if output.total_lines is None else max(0, output.total_lines - kept_lines)
     omitted = Omitted(lines, max(0, output.total_bytes - kept_bytes))
-    return f"{first}{'' if first.endswith(chr(10)) else chr(10)}{omission(omitted)}\n{last}", omitted
+    shows = f"; {way.format(len(rows(first)) + first.endswith(chr(10)))} shows them" if way else ""
+    return f"{first}{'' if first.endswith(chr(10)) else chr(10)}{omission(omitted, shows)}\n{last}", omitted
 
 
-def omission(omitted: Omitted) -> str:
+def fits(output: Captured, budget: int) -> bool:
+    """Whether a model may see the output as it is."""
+    return not output.tail and len(plain(output.head)) <= budget
+
+
+def omission(omitted: Omitted, shows: str = "") -> str:
     lines = "" if omitted.lines is None else f"{omitted.lines:,} lines, "
-    return f"[… {lines}{human_bytes(omitted.bytes)} omitted …]"
+    return f"[… {lines}{human_bytes(omitted.bytes)} omitted{shows} …]"
+
+
+def rows(text: str) -> list[str]:
+    """The lines of a text, each with its end; a line of more than ROW characters is several. Joined they are the text."""
+    return re.findall(rf"[^\n]{{1,{ROW}}}\n?|\n", text)
+
+
+def rows_from(text: str, offset: int, limit: int | None, budget: int) -> tuple[str, str]:
+    """The rows of a text from `offset` (1 is the first, -1 the last), at most `limit` and `budget` characters of them,
+    and which they are. Raises ToolError where there are none."""
+    known = rows(text)
+    first = max(1, offset if offset >= 0 else len(known) + offset + 1)
+    wanted = known[first - 1:][:limit]
+    if not wanted:
+        raise ToolError(f"it has {len(known):,} lines", "offset")
+    ends = itertools.accumulate(map(len, wanted))
+    taken = max(1, sum(1 for _ in itertools.takewhile(lambda end: end <= budget, ends)))
+    last = first + taken - 1
+    more = f"; offset={last + 1} shows more" if last < len(known) else ""
+    return "".join(wanted[:taken]), f"lines {first:,} to {last:,} of {len(known):,}{more}"
 
 
 def plain(data: bytes) -> str:
@@ -1286,9 +1312,24 @@ class Mask(Value):
     def captured(self, output: Captured) -> Captured:
         """An output without the secrets: hidden before it is cut, or a part of one could stand at the border."""
         head, tail = output.head, output.tail
-        for secret in self.secrets:
-            head, tail = (part.replace(secret.encode(), MASKED.encode()) for part in (head, tail))
+        for secret in self.encoded:
+            head, tail = (part.replace(secret, MASKED.encode()) for part in (head, tail))
         return replace(output, head=head, tail=tail)
+
+    def stream(self, data: bytes) -> tuple[bytes, bytes]:
+        """Bytes without the secrets, and the last ones as they are: a secret may go on in what comes next."""
+        done, at, safe = bytearray(), 0, len(data) - max((len(secret) for secret in self.encoded), default=1) + 1
+        for found in re.finditer(b"|".join(map(re.escape, self.encoded)), data) if self.encoded else ():
+            if found.start() >= safe:
+                break
+            done += data[at:found.start()] + MASKED.encode()
+            at = found.end()
+        end = max(at, safe)
+        return bytes(done + data[at:end]), data[end:]
+
+    @functools.cached_property
+    def encoded(self) -> tuple[bytes, ...]:
+        return tuple(secret.encode("utf-8", "surrogateescape") for secret in self.secrets)
 
     def begun(self, text: str) -> int:
         """Where in the text a secret begins that may go on in the next piece; its length where none does."""
@@ -1334,7 +1375,8 @@ def secrets_of(environment: Mapping[str, str], named: Iterable[str], more: Itera
 
 MASKED = "[masked secret]"
 SECRET_WORDS = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTHORIZATION"}
-MARKER_ROOM = 60  # characters for the line that counts what was left out
+MARKER_ROOM = 80  # characters for the line that counts what was left out, beside the way to it
+ROW = 500  # characters
 CONTROLS = {code: None for code in (*range(0x09), *range(0x0b, 0x20), *range(0x7f, 0xa0))}
 
 
@@ -1347,6 +1389,7 @@ class ScopeForm(StrEnum):
     SHELL = "shell"  # the subject is the command text, stripped()
     ARGV = "argv"    # the rendered argv, a tuple of strings
     PATH = "path"    # the resolved absolute path
+    TREE = "tree"    # likewise, and all that lies below it
     URL = "url"      # the normalised URL: str(parse_url(…))
     PAIRS = "pairs"  # the arguments, a tuple of (key, value as text)
     TEXT = "text"    # the one string value
@@ -1402,7 +1445,7 @@ def parse_grant(text: str, forms: Mapping[str, ScopeForm], places: Places) -> Gr
         raise ConfigError(f"there is no tool {tool!r}", where, "write TOOL or TOOL:PATTERN, the name exactly")
     if colon and not pattern.strip():
         raise ConfigError("its pattern is empty", where, f"write {tool!r} to grant every call of it")
-    if not colon and forms[tool] is not ScopeForm.PATH:
+    if not colon and forms[tool] not in (ScopeForm.PATH, ScopeForm.TREE):
         return Grant(tool, text, None)
     try:
         return Grant(tool, text, PATTERNS[forms[tool]][0](pattern if colon else "**", places))
@@ -1429,6 +1472,8 @@ def exact_grant(call: Canonical) -> str | None:
             sayable = "*" not in pattern
     if call.form is ScopeForm.URL and "?" not in pattern:
         pattern += "?"  # without it any query would match
+    if call.form is ScopeForm.TREE:
+        pattern = f"{pattern.rstrip('/')}/**"
     return f"{call.tool}:{pattern}" if sayable and pattern.strip() and is_clean(pattern) else None
 
 
@@ -1650,6 +1695,13 @@ class PathPattern(Value):
         return len(path) in reached
 
 
+class TreePattern(PathPattern):
+    """A pattern for a whole tree: only one that ends in `**` has all that lies below."""
+
+    def takes(self, call: Canonical) -> bool:
+        return self.segments[-1:] == (Star.DEEP,) and super().takes(call)
+
+
 def path_pattern(text: str, places: Places) -> PathPattern:
     base, text = (places.home, text[2:]) if text.startswith("~/") else ("" if text[0] == "/" else places.cwd, text)
     given = [segment for segment in text.split("/") if segment not in ("", ".")]
@@ -1659,6 +1711,10 @@ def path_pattern(text: str, places: Places) -> PathPattern:
     fixed = list(itertools.takewhile(lambda segment: "*" not in segment, given))
     head = [Glob((segment,)) for segment in places.resolve("/".join([base, *fixed]) or "/").split("/") if segment]
     return PathPattern((*head, *(Star.DEEP if segment == "**" else _plain(segment) for segment in given[len(fixed):])))
+
+
+def tree_pattern(text: str, places: Places) -> TreePattern:
+    return TreePattern(path_pattern(text, places).segments)
 
 
 def _takes_segment(glob: Glob, path: list[str], at: int) -> bool:
@@ -1797,6 +1853,8 @@ PATTERNS = {  # what makes the pattern of a form, and its rule for who was denie
                                      "a wildcard takes one word, no option and no '..'"),
     ScopeForm.ARGV: (word_pattern, "it takes the command word by word; a wildcard takes one word, no option and no '..'"),
     ScopeForm.PATH: (path_pattern, "the resolved path is not in it; a wildcard takes no name with a dot in front"),
+    ScopeForm.TREE: (tree_pattern, "the pattern does not end in /**, or the folder is not in it; "
+                                   "a wildcard takes no name with a dot in front"),
     ScopeForm.URL: (url_pattern, "scheme, host, port, path and, if the grant has one, each field of the query must match"),
     ScopeForm.PAIRS: (pair_pattern, "each argument must match the word key=… of the grant, and none may be missing there"),
     ScopeForm.TEXT: (text_pattern, "the value does not match"),
@@ -2151,6 +2209,7 @@ class Program(Value):
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     cwd: str
+    spill: Callable[[bytes], None] = lambda chunk: None  # gets the output where memory does not hold it whole
 
 
 @value
@@ -2167,7 +2226,8 @@ class Capture:
 
     KEEP = 256 * 1024
 
-    def __init__(self) -> None:
+    def __init__(self, spill: Callable[[bytes], None] = lambda chunk: None) -> None:
+        self.spill = spill  # gets all of an output that is longer than the head
         self.head = bytearray()
         self.tail: deque[bytes] = deque()
         self.tail_bytes = self.total_bytes = self.newlines = 0
@@ -2180,8 +2240,11 @@ class Capture:
         room = self.KEEP - len(self.head)
         self.head += chunk[:room]
         if len(chunk) > room:
+            if not self.tail:
+                self.spill(bytes(self.head))
             self.tail.append(chunk[max(0, room):])
             self.tail_bytes += len(self.tail[-1])
+            self.spill(self.tail[-1])
         while self.tail_bytes - len(self.tail[0] if self.tail else b"") > self.KEEP:
             self.tail_bytes -= len(self.tail.popleft())
 
@@ -2193,12 +2256,98 @@ class Capture:
         return Captured(bytes(self.head), tail, self.total_bytes, lines)
 
 
+class Spills:
+    """The outputs of one session that were too long for the model: a file each in a folder of this user alone, under the
+    name of the call. Without a folder none is kept."""
+
+    def __init__(self, folder: str = "", mask: Mask = Mask()):
+        self.folder, self.mask, self.lock = folder, mask, threading.Lock()
+
+    def path(self, call: str) -> str:
+        return os.path.join(self.folder, call.replace("/", "."))
+
+    def read(self, call: str) -> bytes | None:
+        """The output of a call, None where none is kept."""
+        with contextlib.suppress(ConfigError):
+            return read_bytes(self.path(call)) if self.folder else None
+        return None
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file, by path."""
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            return {entry.path: entry.stat(follow_symlinks=False).st_size for entry in entries}
+        return {}
+
+    def calls(self, beside: str) -> list[str]:
+        """The calls of one history whose output is kept, in order: those that are named like `beside` but for the last number."""
+        own = re.compile(re.escape(self.path(beside).rstrip("0123456789")) + "([0-9]+)")
+        found = sorted(int(match[1]) for path in tuple(self.sizes) if (match := own.fullmatch(path)) and os.path.exists(path))
+        return [f"c{number}" for number in found]
+
+
+class Spill:
+    """The file of one output while it comes. What cannot be kept is let go: the call is not disturbed."""
+
+    def __init__(self, spills: Spills, call: str):
+        self.spills, self.path = spills, spills.path(call)
+        self.descriptor, self.held, self.stopped = -1, b"", not spills.folder
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes what comes next of the output; what is beyond MOST_SPILL, or MOST_SPILLS of the session, is not kept."""
+        if not self.stopped:
+            done, self.held = self.spills.mask.stream(self.held + chunk)
+            self.write(done)
+
+    def write(self, data: bytes) -> None:
+        try:
+            if self.descriptor < 0:
+                make_private(self.spills.folder)
+                fresh = os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+                self.descriptor = os.open(self.path + UNFINISHED, os.O_WRONLY | fresh, 0o600)
+            with self.spills.lock:
+                sizes = self.spills.sizes
+                size = sizes.setdefault(self.path + UNFINISHED, 0)
+                room = max(0, min(MOST_SPILL - size, MOST_SPILLS - sum(sizes.values())))
+                sizes[self.path + UNFINISHED] = size + len(data[:room])
+            self.stopped = room < len(data)
+            write_all(self.descriptor, data[:room] + (SPILL_ENDS if self.stopped else b""))
+        except OSError:  # the disk is full, or may not be written: the model has head and tail
+            self.close()
+
+    def keep(self, output: Captured) -> bool:
+        """Whether the whole output, or its first MOST_SPILL bytes, can be read from now on."""
+        if not output.tail:  # it may have become another text since it came
+            self.close()
+            self.stopped = not self.spills.folder
+            self.feed(output.head)
+        if self.held and not self.stopped:
+            self.write(self.spills.mask.captured(Captured(self.held)).head)
+        kept = self.spills.sizes.get(self.path + UNFINISHED, 0) if self.descriptor >= 0 else 0
+        if kept:
+            with contextlib.suppress(OSError):
+                os.rename(self.path + UNFINISHED, self.path)
+                self.spills.sizes[self.path] = kept
+                return True
+        return False
+
+    def close(self) -> None:
+        """Ends the file; one that was not kept is gone."""
+        self.held, self.stopped = b"", True
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            self.spills.sizes.pop(self.path + UNFINISHED, None)
+            with contextlib.suppress(OSError):
+                os.unlink(self.path + UNFINISHED)
+
+
 def spawn(program: Program, timeout: float, processes: Processes, on_start: Callable[[int, str], None]) -> Finished:
     """Runs a program to its end, to `timeout` seconds, or until all are stopped; its whole group ends with it.
 
     `on_start` gets the process group and its start time. Raises ToolError when it cannot be started."""
     processes.prepare()
-    process, capture = None, Capture()
+    process, capture = None, Capture(program.spill)
     try:
         with processes.shield():
             process = subprocess.Popen(
@@ -2985,6 +3134,9 @@ MOST_RESOURCES = 200  # files and folders of one skill
 WAKE_EVERY = 0.5  # seconds
 INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED,
                    signal.SIGHUP: ExitCode.HANGUP}
+MOST_SPILL, MOST_SPILLS = 8 << 20, 64 << 20  # bytes kept of one output, and of all outputs of a session
+SPILL_ENDS = b"\n[the rest of this output was not kept]\n"
+UNFINISHED = ".part"  # what a spill is called until its output has ended
 PIPE_GRACE = 0.2  # seconds that a grandchild may hold the output after the process has exited
 TERM_GRACE = 0.5  # seconds between TERM and KILL
 LISTING = 5.0  # seconds in which an MCP server that is up says what it offers
@@ -3024,6 +3176,11 @@ class ToolContext(Value):
     secret: Callable[[str], str]  # the variable that a template names
     unallowed: Callable[[Canonical], str]  # why a further step of the call may not be made, "" where it may
     run_task: Callable[[Agent, str], ToolOutput]  # runs a sub-agent
+    spill: Callable[[bytes], None]  # keeps output that is longer than memory holds
+    kept: Callable[[str], str]  # the whole output of an earlier call, by its id; raises ToolError
+    stands: Callable[[str], bool]  # whether the history has a text
+    mask: Mask
+    budget: int  # characters of the output that the model sees
 
 
 @value
@@ -3136,34 +3293,36 @@ class Access(StrEnum):
 
     READ = "read"
     WRITE = "write"
+    SEARCH = "search"  # reads all that is below it
 
 
 @value
 class PathBuiltin(Kind):
     """A tool on one resolved path. `roots` bounds what it does under `approval = "auto"`."""
 
-    act: Callable[[str, JSON], ToolOutput]
-    cut: CutFrom
-    access: Access
+    act: Callable[[str, JSON, ToolContext], ToolOutput]
+    access: Access = Access.READ
     roots: tuple[str, ...] = ()
-    form = ScopeForm.PATH
+
+    @property
+    def form(self) -> ScopeForm:
+        return ScopeForm.TREE if self.access is Access.SEARCH else ScopeForm.PATH
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
-        rest = tuple(pair for pair in as_pairs(arguments) if pair[0] != "path")
-        return Canonical(name, self.form, resolve_path(arguments["path"], places), arguments["path"], rest)
+        return Canonical(name, self.form, resolve_path(arguments["path"], places), arguments["path"], others(arguments, "path"))
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        return self.act(canonical.subject, arguments)
+        return self.act(canonical.subject, arguments, context)
 
     def forbidden(self, canonical: Canonical, places: Places) -> str:
         """Why no grant and no answer may allow the call: agentloop's own files are not a tool's."""
         protected = places.never_read + (places.never_written if self.access is Access.WRITE else ())
-        mine = any(canonical.subject == path or canonical.subject.startswith(path.rstrip("/") + "/") for path in protected)
+        mine = is_within(canonical.subject, protected)
         return "agentloop's own files, and programs that a grant names, are out of bounds" if mine else ""
 
     def covered_by(self, canonical: Canonical, places: Places) -> Canonical | None:
         """The activation of the skill whose file it is: who may have the skill may read what belongs to it."""
-        return next((activation for folder, activation in places.skills.items() if self.access is Access.READ
+        return next((activation for folder, activation in places.skills.items() if self.access is not Access.WRITE
                      and canonical.subject.startswith(folder + "/")), None)
 
     def is_bounded(self, canonical: Canonical) -> bool:
@@ -3175,19 +3334,33 @@ class PathBuiltin(Kind):
         return not self.roots
 
 
+def is_within(path: str, places: Sequence[str]) -> bool:
+    """Whether a resolved path is one of the places or lies below one."""
+    return any(path == place or path.startswith(place.rstrip("/") + "/") for place in places)
+
+
+def others(arguments: JSON, name: str) -> tuple[tuple[str, str], ...]:
+    """The arguments but for the one that is the subject of the call."""
+    return tuple((key, as_text(value)) for key, value in sorted(arguments.items()) if key != name)
+
+
 @value
 class TextBuiltin(Kind):
     """A tool on at most one text: it has no path and no process."""
 
-    act: Callable[[str, ToolContext], str]
+    act: Callable[[str, JSON, ToolContext], ToolOutput]
     parameter: str = ""
     form = ScopeForm.TEXT
 
     def canonical(self, name: str, arguments: JSON, places: Places) -> Canonical:
-        return Canonical(name, self.form, arguments[self.parameter] if self.parameter else "")
+        return Canonical(name, self.form, arguments.get(self.parameter, ""), rest=others(arguments, self.parameter))
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        return ToolOutput(ToolStatus.OK, whole(self.act(canonical.subject, context)))
+        return self.act(canonical.subject, arguments, context)
+
+
+class OutputBuiltin(TextBuiltin):
+    """Reads what was left out of an output. The marker of a cut names it only where the registry has it."""
 
 
 @value
@@ -3203,7 +3376,8 @@ class SkillBuiltin(Kind):
         return Canonical(name, self.form, arguments["name"])
 
     def run(self, canonical: Canonical, arguments: JSON, context: ToolContext) -> ToolOutput:
-        return ToolOutput(ToolStatus.OK, whole(skill_text(self.skills[canonical.subject])))
+        text = skill_text(self.skills[canonical.subject])
+        return ToolOutput(ToolStatus.OK, whole(SKILL_STANDS if context.stands(text) else text))
 
 
 @value
@@ -3365,7 +3539,7 @@ class Fetched(Value):
 
 def fetch(request: HttpRequest, context: ToolContext) -> Fetched:
     """The response, read to its end. Raises ToolError where there is none, or one without an end."""
-    capture, safe = Capture(), request.method in SAFE_METHODS
+    capture, safe = Capture(context.spill), request.method in SAFE_METHODS
     unknown = "" if safe else "; whether the request had its effect is not known"
     try:
         with context.request(request, context.timeout) as reply:
@@ -3515,7 +3689,8 @@ def content_text(item: Mapping[str, JSON]) -> str:
 
 def run_program(argv: tuple[str, ...], context: ToolContext) -> ToolOutput:
     """Runs a program; the note says how it ended unless that was exit code 0 with some output."""
-    ended = context.spawn(Program(argv, context.environment, context.places.cwd), context.timeout, context.on_start)
+    ended = context.spawn(Program(argv, context.environment, context.places.cwd, context.spill),
+                          context.timeout, context.on_start)
     if ended.end is ProcessEnd.TIMED_OUT:
         return ToolOutput(ToolStatus.TIMEOUT, ended.output, f"timed out after {context.timeout:.3g}s; "
                           "what it did until then is not known")
@@ -3572,9 +3747,9 @@ def whole(text: str) -> Captured:
     return Captured(data, b"", len(data), text.count("\n") + (not text.endswith("\n")))
 
 
-def read_lines(path: str, arguments: JSON) -> ToolOutput:
+def read_lines(path: str, arguments: JSON, context: ToolContext) -> ToolOutput:
     """The text of a regular file, from line `offset` (1 is the first, -1 the last), at most `limit` lines."""
-    offset, limit, capture, lines = arguments.get("offset", 1), arguments.get("limit"), Capture(), 0
+    offset, limit, capture, lines = arguments.get("offset", 1), arguments.get("limit"), Capture(context.spill), 0
     with opened(path, stat.S_ISREG, "a regular file") as descriptor, open(descriptor, "rb", closefd=False) as file:
         size, first = os.fstat(descriptor).st_size, offset
         if size > MOST_COUNTED and "offset" not in arguments and limit is None:
@@ -3591,7 +3766,7 @@ def read_lines(path: str, arguments: JSON) -> ToolOutput:
     return ToolOutput(ToolStatus.OK, capture.captured(), "" if capture.total_bytes else empty)
 
 
-def list_entries(path: str, arguments: JSON) -> ToolOutput:
+def list_entries(path: str, arguments: JSON, context: ToolContext) -> ToolOutput:
     """A line for each entry of a directory: kind, bytes, name; sorted by name."""
     lines = []
     with opened(path, stat.S_ISDIR, "a directory") as descriptor, os.scandir(descriptor) as entries:
@@ -3602,16 +3777,121 @@ def list_entries(path: str, arguments: JSON) -> ToolOutput:
     return ToolOutput(ToolStatus.OK, whole("\n".join(lines)), f"{len(lines)} entries")
 
 
-def write_content(path: str, arguments: JSON) -> ToolOutput:
+def write_content(path: str, arguments: JSON, context: ToolContext) -> ToolOutput:
     """Writes a whole file at once: it is the old one or the new one, never a part."""
     data = arguments["content"].encode()
     write_atomic(path, data)
     return ToolOutput(ToolStatus.OK, whole(f"{len(data):,} bytes written to {path}"))
 
 
-def tell_time(text: str, context: ToolContext) -> str:
+def search_files(path: str, arguments: JSON, context: ToolContext) -> ToolOutput:
+    """The lines that hold a text, as `path:line: text`, in the file or in all files below the folder; and what was left out.
+
+    A plain text: no pattern that a model writes can make the search hang."""
+    search = Search(arguments, context)
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise ToolError("not a folder or a regular file", path)
+    for file in search.files_below(path) if stat.S_ISDIR(mode) else [path]:
+        search.look_into(file)
+        if search.end:
+            break
+    status = ToolStatus.TIMEOUT if search.end == OUT_OF_TIME else ToolStatus.OK
+    return ToolOutput(status, whole("\n".join(search.found)), search.summary())
+
+
+class Search:
+    """One search: what it has found, what it has passed over, and why it ended before all was read."""
+
+    def __init__(self, arguments: JSON, context: ToolContext):
+        self.fold = str.casefold if arguments.get("ignore_case") else str
+        self.text, self.most, self.context = self.fold(arguments["text"]), arguments.get("limit", 50), context
+        self.name = _plain(arguments.get("name", "*"))
+        self.deadline = Deadline(time.monotonic() + context.timeout)
+        self.found: list[str] = []
+        self.files = self.names = self.bytes = self.size = self.binary = self.unreadable = 0
+        self.end = ""
+        if "\n" in self.text:
+            raise ToolError("a text within one line is searched for", "text")
+
+    def files_below(self, top: str) -> Iterator[str]:
+        """The regular files below a folder, by name: nothing that has a dot in front, no link, none of agentloop's own."""
+        waiting = [(top, True)]
+        while waiting and not self.end:
+            path, is_folder = waiting.pop()
+            if not is_folder:
+                yield path
+                continue
+            try:
+                with opened(path, stat.S_ISDIR, "a folder") as descriptor, os.scandir(descriptor) as entries:
+                    waiting += sorted(((os.path.join(path, entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries
+                                       if self.is_wanted(path, entry)), reverse=True)
+            except (ToolError, OSError):
+                self.unreadable += 1
+
+    def is_wanted(self, folder: str, entry: os.DirEntry) -> bool:
+        """Whether a name in a folder is to be looked at."""
+        self.names += 1
+        self.end = self.end or (OUT_OF_TIME if self.deadline.left() <= 0 else TOO_MANY if self.names > MOST_NAMES else "")
+        if self.end or entry.name.startswith(".") or folder == "/" and entry.name in ("proc", "sys", "dev"):
+            return False
+        if is_within(os.path.join(folder, entry.name), self.context.places.never_read):
+            return False
+        return entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False) and match_glob(self.name, entry.name)
+
+    def look_into(self, path: str) -> None:
+        """Adds the lines of a file that hold the text."""
+        try:
+            with opened(path, stat.S_ISREG, "a regular file") as descriptor, open(descriptor, "rb", closefd=False) as file:
+                if b"\0" in file.peek(8192)[:8192]:
+                    self.binary += 1
+                    return
+                self.files, number, last = self.files + 1, 1, 0
+                for piece in iter(lambda: file.readline(1 << 16), b""):
+                    line = self.context.mask.text(plain(piece).rstrip("\n"))
+                    at = self.fold(line).find(self.text)
+                    if at >= 0 and number != last:
+                        last = number
+                        self.add(f"{one_line(path, 4096)}:{number}: {around(line, at)}")
+                    number, self.bytes = number + piece.endswith(b"\n"), self.bytes + len(piece)
+                    self.end = self.end or (OUT_OF_TIME if self.deadline.left() <= 0 else TOO_LARGE if self.bytes > MOST_SEARCHED else "")
+                    if self.end:
+                        return
+        except (ToolError, OSError):
+            self.unreadable += 1
+
+    def add(self, line: str) -> None:
+        self.size += len(line) + 1
+        if len(self.found) >= self.most or self.found and self.size > self.context.budget:
+            self.end = "there are more"
+        else:
+            self.found.append(line)
+
+    def summary(self) -> str:
+        passed = [f"{count:,} {what}" for count, what in ((self.binary, "binary"), (self.unreadable, "not readable")) if count]
+        told = [f"{len(self.found):,} lines found in {self.files:,} files read", f"passed over: {', '.join(passed)}" if passed else "", self.end]
+        return "; ".join(filter(None, told))
+
+
+def around(line: str, at: int) -> str:
+    """A line, or the part of a long one in which something was found."""
+    first = max(0, at - 100) if len(line) > 300 else 0
+    return f"{'…' if first else ''}{line[first:first + 300]}{'…' if len(line) > first + 300 else ''}"
+
+
+def compute(expression: str, arguments: JSON, context: ToolContext) -> ToolOutput:
+    return ToolOutput(ToolStatus.OK, whole(calculate(expression)))
+
+
+def tell_time(text: str, arguments: JSON, context: ToolContext) -> ToolOutput:
     moment = context.now()
-    return f"{moment:%Y-%m-%d %H:%M:%S %Z (UTC%z)}, {moment:%A}"
+    return ToolOutput(ToolStatus.OK, whole(f"{moment:%Y-%m-%d %H:%M:%S %Z (UTC%z)}, {moment:%A}"))
+
+
+def read_kept(call: str, arguments: JSON, context: ToolContext) -> ToolOutput:
+    """A part of an output that was too long, as `read_lines` gives one of a file."""
+    text, note = rows_from(context.kept(call), arguments.get("offset", 1), arguments.get("limit"), context.budget)
+    return ToolOutput(ToolStatus.OK, whole(text), note)
 
 
 def tool_environment(environ: Mapping[str, str], passed: Iterable[str], key: str) -> dict[str, str]:
@@ -3762,6 +4042,11 @@ CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_
 NEVER_PROMPT = {"GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PAGER": "cat",
                 "SYSTEMD_PAGER": "", "SSH_ASKPASS_REQUIRE": "never", "GIT_PAGER": "cat"}
 PATH_PARAMETER = {"type": "string", "minLength": 1}
+LINES = {"offset": {"type": "integer", "description": "first line; -1 is the last line"},
+         "limit": {"type": "integer", "minimum": 1, "description": "number of lines"}}
+MOST_NAMES, MOST_SEARCHED = 100_000, 256 << 20  # files and folders, and bytes, that one search looks at
+OUT_OF_TIME, TOO_MANY, TOO_LARGE = "timed out", f"only the first {MOST_NAMES:,} names were looked at", "only the first 256 MiB were read"
+SKILL_STANDS = "This skill is active: its text stands above."
 
 
 @value
@@ -3774,20 +4059,26 @@ class BuiltinEntry(Value):
 
 
 BUILTINS = {
-    "calculate": BuiltinEntry(TextBuiltin(lambda text, context: calculate(text), "expression"),
+    "calculate": BuiltinEntry(TextBuiltin(compute, "expression"),
                               "The exact result of an arithmetic expression, e.g. (12+8)*3 or sqrt(2).",
                               closed({"expression": {"type": "string", "minLength": 1}})),
     "now": BuiltinEntry(TextBuiltin(tell_time), "The current date, time and time zone of this machine.", closed({})),
-    "read_file": BuiltinEntry(PathBuiltin(read_lines, CutFrom.MIDDLE_KEEP_HEAD, Access.READ), "The text of one file.",
-                              closed({"path": PATH_PARAMETER,
-                                      "offset": {"type": "integer", "description": "first line; -1 is the last line"},
-                                      "limit": {"type": "integer", "minimum": 1, "description": "number of lines"}},
-                                     ["path"])),
-    "list_dir": BuiltinEntry(PathBuiltin(list_entries, CutFrom.MIDDLE_KEEP_HEAD, Access.READ),
-                             "The files and folders in a folder, with their sizes.", closed({"path": PATH_PARAMETER})),
-    "write_file": BuiltinEntry(PathBuiltin(write_content, CutFrom.MIDDLE_KEEP_HEAD, Access.WRITE),
-                               "Write a whole text file; what was in it before is gone.",
+    "read_file": BuiltinEntry(PathBuiltin(read_lines), "The text of one file.", closed({"path": PATH_PARAMETER, **LINES}, ["path"])),
+    "list_dir": BuiltinEntry(PathBuiltin(list_entries), "The files and folders in a folder, with their sizes.",
+                             closed({"path": PATH_PARAMETER})),
+    "search_files": BuiltinEntry(PathBuiltin(search_files, Access.SEARCH), "The lines that hold a text, in all files below a folder.",
+                                 closed({"path": PATH_PARAMETER,
+                                         "text": {"type": "string", "minLength": 1, "maxLength": 1000,
+                                                  "description": "plain text, no pattern"},
+                                         "name": {"type": "string", "minLength": 1, "maxLength": 255,
+                                                  "description": "of the files, e.g. *.log"},
+                                         "ignore_case": {"type": "boolean"},
+                                         "limit": {"type": "integer", "minimum": 1, "maximum": 1000,
+                                                   "description": "number of lines"}}, ["path", "text"])),
+    "write_file": BuiltinEntry(PathBuiltin(write_content, Access.WRITE), "Write a whole text file; what was in it before is gone.",
                                closed({"path": PATH_PARAMETER, "content": {"type": "string"}})),
+    "read_output": BuiltinEntry(OutputBuiltin(read_kept, "id"), "The part of a tool's output that was omitted.",
+                                closed({"id": {"type": "string", "minLength": 1, "description": "e.g. c7"}, **LINES}, ["id"])),
     "activate_skill": BuiltinEntry(SkillBuiltin(), "Get the instructions of a skill before you do what it is for.",
                                    closed({"name": {"type": "string", "minLength": 1}})),
 }
@@ -6423,7 +6714,7 @@ def compaction_of(state: State, dropped: int, reply: Reply, registry: Registry, 
     old = state.messages[OPENING:OPENING + dropped]
     skills = {name for name, tool in registry.tools.items() if isinstance(tool.kind, SkillBuiltin)}
     kept = tuple(f"A skill that was activated:\n{message.text}" for message in old if message.role is Role.TOOL
-                 and message.name in skills)
+                 and message.name in skills and not message.text.startswith(SKILL_STANDS))
     summary = shortened_middle(without_thinking(reply.text)[0].strip(), window_share(window))
     event = HistoryCompacted(before, before, summary, dropped, kept, reply.usage)
     fresh = apply(state, event)
@@ -6600,7 +6891,8 @@ def kept_session(path: str) -> Kept:
     started, finished = read_record(first, f"{path}:1"), None
     if last and b'"session.finished"' in last[-1]:
         finished = read_record(last[-1], path)
-    return Kept(path, started, finished, found.st_mtime, found.st_size)
+    size = found.st_size + sum(Spills(outputs_folder(path)).sizes.values())
+    return Kept(path, started, finished, found.st_mtime, size)
 
 
 def prune(folder: str, finished_s: float, other_s: float, most_bytes: int, now: float) -> tuple[int, int]:
@@ -6615,10 +6907,20 @@ def prune(folder: str, finished_s: float, other_s: float, most_bytes: int, now: 
         descriptor = os.open(kept.path, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(BlockingIOError):  # it is running
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(outputs_folder(kept.path), ignore_errors=True)
             os.unlink(kept.path)
             removed, size = removed + 1, size + kept.size
         os.close(descriptor)
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():  # outputs of a session whose journal lies elsewhere
+        path = os.path.join(folder, name)
+        if name.endswith(OUTPUTS) and not os.path.exists(path.removesuffix(OUTPUTS) + ".jsonl") and now - os.stat(path).st_mtime >= other_s:
+            shutil.rmtree(path, ignore_errors=True)
     return removed, size
+
+
+def outputs_folder(journal: str) -> str:
+    """Where the outputs of a session lie that were too long for the model: beside its journal in the state folder."""
+    return journal.removesuffix(".jsonl") + OUTPUTS
 
 
 def take_lock(path: str, overlap: OnOverlap, deadline: Deadline) -> int:
@@ -6645,6 +6947,7 @@ class OnOverlap(StrEnum):
 
 
 JOURNAL_VERSION = 1
+OUTPUTS = ".outputs"
 LAST_RECORD = 1 << 20  # bytes at the end of a journal in which its last record is looked for
 LOCK_POLL = 0.1  # seconds
 
@@ -6689,6 +6992,7 @@ class Parts(Value):
     way_on: Callable[[State, Sequence[str]], str]  # the command that goes on with these options added
     mask: Mask = Mask()
     on_deny: OnDeny = OnDeny.STOP
+    spills: Spills = Spills()
     recorded: Callable[[str], ToolFinished] | None = None  # in a replay: the result of a call
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now().astimezone()
@@ -7076,21 +7380,34 @@ def start_call(session: Session, call: ToolCall) -> None:
 
 def perform(session: Session, call: ToolCall, on_start: Callable[[int, str], None]) -> ToolFinished:
     """Runs an approved call as it was approved. Its failure is a result for the model."""
-    parts, tool, verdict = session.parts, session.parts.registry.tools[call.name], session.verdicts[call.id]
-    before, context = parts.clock(), context_of(session, call, tool, on_start)
+    parts, tool, before = session.parts, session.parts.registry.tools[call.name], session.parts.clock()
+    path, reader = path_of(session.state, call.id), output_reader(parts.registry)
     if parts.recorded and not tool.kind.resumes:
-        return parts.recorded(path_of(session.state, call.id))
+        return parts.recorded(path)
+    with contextlib.closing(Spill(parts.spills if reader else Spills(), path)) as spill:
+        context = context_of(session, call, tool, on_start, spill.feed)
+        done = carried_out(session, call, context)
+        output = parts.mask.captured(done.output)
+        way = f'{reader}(id="{call.id}", offset={{}})' if not fits(output, context.budget) and spill.keep(output) else ""
+    text, omitted = truncate(output, context.budget, tool.kind.cut, way)
+    text = "\n".join(part for part in (done.note, text.rstrip("\n")) if part) or "(no output)"
+    return ToolFinished(call.id, call.name, done.status, text, omitted, round(parts.clock() - before, 3))
+
+
+def carried_out(session: Session, call: ToolCall, context: ToolContext) -> ToolOutput:
+    parts, tool, verdict = session.parts, session.parts.registry.tools[call.name], session.verdicts[call.id]
     try:
         if digest(tool.canonical(verdict.arguments, parts.places)) != session.state.decided[call.id].digest:
             raise ToolError("what the call comes down to has changed since it was approved")
         parts.places.check()
-        output = tool.kind.run(verdict.canonical, verdict.arguments, context)
+        return tool.kind.run(verdict.canonical, verdict.arguments, context)
     except (ToolError, OSError) as error:
-        output = ToolOutput(getattr(error, "status", ToolStatus.FAILED), whole(""), str(error))
-    budget = min(tool.output or session.state.limits.output, window_share(parts.model.window()), MOST_OUTPUT)
-    text, omitted = truncate(parts.mask.captured(output.output), budget, tool.kind.cut)
-    text = "\n".join(part for part in (output.note, text.rstrip("\n")) if part) or "(no output)"
-    return ToolFinished(call.id, call.name, output.status, text, omitted, round(parts.clock() - before, 3))
+        return ToolOutput(getattr(error, "status", ToolStatus.FAILED), whole(""), str(error))
+
+
+def output_reader(registry: Registry) -> str:
+    """The name of the tool that shows what was left out of an output; "" where there is none."""
+    return next((name for name, tool in registry.tools.items() if isinstance(tool.kind, OutputBuiltin)), "")
 
 
 def path_of(state: State, call: str) -> str:
@@ -7098,18 +7415,28 @@ def path_of(state: State, call: str) -> str:
     return "/".join([*state.started.session.split("/")[1:], call])
 
 
-def context_of(session: Session, call: ToolCall, tool: Tool, on_start: Callable[[int, str], None]) -> ToolContext:
-    parts, key = session.parts, session.state.begun[call.id].key
+def context_of(session: Session, call: ToolCall, tool: Tool, on_start: Callable[[int, str], None],
+               spill: Callable[[bytes], None]) -> ToolContext:
+    parts, state, key = session.parts, session.state, session.state.begun[call.id].key
 
     def unallowed(canonical: Canonical) -> str:
         granted = any(allows(grant, canonical) for grant in session.grants)
         return "" if granted or tool.runs_unasked(canonical) else f"no grant allows that ({exact_grant(canonical)})"
 
+    def kept(asked: str) -> str:
+        data = parts.spills.read(path_of(state, asked)) if CALL_ID.fullmatch(asked) else None
+        if data is None:
+            known = ", ".join(parts.spills.calls(path_of(state, call.id))) or "none"
+            raise ToolError(f"no output is kept of {one_line(asked, 40)}; kept is that of: {known}", "id")
+        return plain(data)
+
     return ToolContext(
         parts.spawn, on_start, tool_environment(parts.environ, tool.environment, key), parts.places,
         max(0.1, min(tool.timeout, parts.deadline.left())), parts.now, key, parts.request,
         functools.partial(given_variable, parts.environ), unallowed,
-        lambda agent, task: run_agent(session, call, agent, task))
+        lambda agent, task: run_agent(session, call, agent, task), spill, kept,
+        lambda text: any(parts.mask.text(text) in message.text for message in state.messages), parts.mask,
+        min(tool.output or state.limits.output, window_share(parts.model.window()), MOST_OUTPUT))
 
 
 def run_agent(session: Session, call: ToolCall, agent: Agent, task: str) -> ToolOutput:
@@ -7242,6 +7569,7 @@ SHAPE_ENDS = {Wanted.EVIDENCE: ("the answer cannot be shown by a line of a resul
               Wanted.JSON: ("the answer does not match the schema", ExitCode.SCHEMA)}
 MOST_SHAPINGS, MOST_COMPACTIONS = 2, 2
 MOST_CALLS, MOST_OUTPUT = 64, 65_536  # calls of a turn, characters of a result (approvals.md 8)
+CALL_ID = re.compile(r"c[0-9]{1,9}")
 MOST_REPEATS = 5
 MOST_BROKEN = 3
 MOST_EMPTY = 3
@@ -8018,6 +8346,12 @@ def unfinished_session(flags: Flags, machine: Machine, task: str) -> str:
     return "" if last.finished and last.finished.exit_code in (ExitCode.ANSWERED, ExitCode.ANSWERED_DENIED) else last.path
 
 
+def spills_of(machine: Machine, journal: Journal | NoJournal, session: str, mask: Mask) -> Spills:
+    """Where long outputs are kept: in the state folder, where no tool comes, wherever the journal lies; nowhere without one."""
+    path = os.path.join(sessions_folder(machine), f"{session}.jsonl")
+    return Spills("" if isinstance(journal, NoJournal) else outputs_folder(path), mask)
+
+
 def sessions_folder(machine: Machine) -> str:
     return os.path.join(machine.state, "sessions")
 
@@ -8307,7 +8641,8 @@ def drive(setup: Setup, choice: ModelChoice, model: Any, deadline: Deadline, jou
         log = Log(setup.asked.flags.log, (state.started or opening).session)
         setup.asked.closing.callback(log.close)
         parts = replace(parts, sinks=(*parts.sinks, log.show))
-    session = Session(parts, setup.grants, state)
+    session = Session(replace(parts, spills=spills_of(setup.asked.machine, journal, (state.started or opening).session, parts.mask)),
+                      setup.grants, state)
     if state.started:
         setup.asked.streams.doing = doing_of(state)
         setup.asked.streams.show(state.started)

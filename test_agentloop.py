@@ -713,6 +713,13 @@ def test_a_link_that_came_into_the_way_is_not_followed(tmp_path):
 # ── 10. Tools ──
 
 
+def world(**parts) -> agentloop.ToolContext:
+    """What a tool that starts nothing and asks nobody may use."""
+    given = {"places": agentloop.Places("/", "/", os.path.realpath), "timeout": 10.0, "spill": lambda chunk: None, "mask": agentloop.Mask(),
+             "budget": 16_000, **parts}
+    return agentloop.ToolContext(**{name: given.get(name) for name in agentloop.ToolContext.__dataclass_fields__})
+
+
 RENDERED = {
     "part-of-an-element": (("x", "--n={n}"), {"n": 3}, (), ("x", "--n=3")),
     "spliced": (("tar", "--", "{f...}"), {"f": ["a b", "-c"]}, (), ("tar", "--", "a b", "-c")),
@@ -742,21 +749,21 @@ READS = {"whole": ({}, "1\n2\n3\n"), "from": ({"offset": 2}, "2\n3\n"), "some": 
 @pytest.mark.parametrize("arguments,text", READS.values(), ids=READS)
 def test_a_file_is_read_by_lines(tmp_path, arguments, text):
     (tmp_path / "f").write_text("1\n2\n3\n")
-    assert agentloop.read_lines(str(tmp_path / "f"), arguments).output.head.decode() == text
+    assert agentloop.read_lines(str(tmp_path / "f"), arguments, world()).output.head.decode() == text
 
 
 def test_only_regular_files_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     tool = agentloop.BUILTINS["read_file"].kind
     with pytest.raises(ToolError, match="not a regular file"):
-        tool.run(Canonical("read_file", ScopeForm.PATH, str(tmp_path / "pipe")), {}, None)
+        tool.run(Canonical("read_file", ScopeForm.PATH, str(tmp_path / "pipe")), {}, world())
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path):
     (tmp_path / "f").write_text("old")
     (tmp_path / "f").chmod(0o640)
     (tmp_path / "other").hardlink_to(tmp_path / "f")
-    agentloop.write_content(str(tmp_path / "f"), {"content": "new"})
+    agentloop.write_content(str(tmp_path / "f"), {"content": "new"}, world())
     assert (tmp_path / "f").read_text() == "new" and (tmp_path / "other").read_text() == "old"
     assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640 and sorted(os.listdir(tmp_path)) == ["f", "other"]
 
