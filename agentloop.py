@@ -3869,7 +3869,7 @@ class Search:
 
     def summary(self) -> str:
         passed = [f"{count:,} {what}" for count, what in ((self.binary, "binary"), (self.unreadable, "not readable")) if count]
-        told = [f"{len(self.found):,} lines found in {self.files:,} files read", f"passed over: {', '.join(passed)}" if passed else "", self.end]
+        told = [f"lines found: {len(self.found):,}, files read: {self.files:,}", f"passed over: {', '.join(passed)}" if passed else "", self.end]
         return "; ".join(filter(None, told))
 
 
@@ -6992,10 +6992,10 @@ class Parts(Value):
     way_on: Callable[[State, Sequence[str]], str]  # the command that goes on with these options added
     mask: Mask = Mask()
     on_deny: OnDeny = OnDeny.STOP
-    spills: Spills = Spills()
     recorded: Callable[[str], ToolFinished] | None = None  # in a replay: the result of a call
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now().astimezone()
+    spills: Spills = Spills()
 
 
 class Session:

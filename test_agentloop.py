@@ -298,6 +298,32 @@ def test_a_truncated_output_never_exceeds_its_budget_and_accounts_for_every_line
         assert text == whole
 
 
+@given(st.lists(st.text(st.characters(blacklist_categories=("Cc", "Cs")), max_size=1300), max_size=12).map("\n".join),
+       st.integers(300, 1500), st.sampled_from(agentloop.CutFrom))
+def test_the_way_in_a_cut_leads_to_the_first_row_that_is_not_shown(text, budget, cut):
+    shown, omitted = agentloop.truncate(captured(text), budget, cut, 'read_output(id="c7", offset={})')
+    assert len(shown) <= budget and "".join(agentloop.rows(text)) == text
+    if omitted.bytes:
+        head, offset = re.search(r'(?s)\A(.*?)\n?\[… [^\n]* omitted; read_output\(id="c7", offset=(\d+)\) shows them …\]\n', shown).groups()
+        before = "".join(agentloop.rows(text)[:int(offset) - 1])
+        assert head.startswith(before.removesuffix("\n")) and len(head) - len(before) <= agentloop.ROW
+
+
+@given(st.text(st.sampled_from("ab\n"), max_size=1200), st.integers(-30, 30), st.none() | st.integers(1, 9), st.integers(600, 2000))
+def test_rows_from_an_offset_are_that_part_of_the_text(text, offset, limit, budget):
+    known = agentloop.rows(text)
+    first = offset if offset > 0 else max(1, len(known) + offset + 1) if offset < 0 else 1
+    if first > len(known):
+        with pytest.raises(ToolError, match=f"it has {len(known)} lines"):
+            agentloop.rows_from(text, offset, limit, budget)
+        return
+    part, note = agentloop.rows_from(text, offset, limit, budget)
+    count = len(agentloop.rows(part))
+    assert part == "".join(known[first - 1:first - 1 + count]) and len(part) <= budget and count <= (limit or count)
+    assert note.startswith(f"lines {first} to {first + count - 1} of {len(known)}")
+    assert ("shows more" in note) == (first + count - 1 < len(known))
+
+
 @pytest.mark.parametrize("data,text", [
     (b"\x1b[31mred\x1b[0m", "red"), (b"\x1b]0;title\x07x", "x"), (b"a\x00b\x08c", "abc"), (b"50%\r100%\n", "50%\n100%\n"),
     (b"\xff\xfe", "\ufffd\ufffd"), ("naïve – 中文".encode(), "naïve – 中文")])
@@ -312,6 +338,16 @@ def test_a_person_sees_what_is_hidden():
 @given(st.text())
 def test_what_a_person_sees_is_printable(text):
     assert agentloop.visible(text).replace("\n", "").isprintable()
+
+
+@given(st.lists(st.sampled_from(["hunter2hunter2", "hunter2", "x", "hunter2hun", "\n", "é"]), max_size=12).map("".join), st.lists(st.integers(1, 9)))
+def test_secrets_are_masked_wherever_a_stream_is_parted(text, sizes):
+    mask, data, done, held = agentloop.Mask(("hunter2hunter2",)), text.encode(), b"", b""
+    for size in (*sizes, len(data)):
+        part, data = data[:size], data[size:]
+        masked, held = mask.stream(held + part)
+        done += masked
+    assert (done + held).decode() == mask.text(text)
 
 
 def test_secrets_are_masked_wherever_they_stand():
@@ -701,6 +737,37 @@ def test_a_capture_keeps_the_first_and_the_last_bytes(chunks, keep):
     assert (found.head == whole) if not found.tail else len(found.head) == keep <= len(found.tail)
 
 
+def spilled(spills: agentloop.Spills, name: str, data: bytes) -> bool:
+    capture = agentloop.Capture((spill := agentloop.Spill(spills, name)).feed)
+    with contextlib.closing(spill):
+        for n in range(0, len(data), 65536):
+            capture.feed(data[n:n + 65536])
+        return spill.keep(capture.captured())
+
+
+@pytest.mark.parametrize("size", [3, 300_000, 3_000_000])
+def test_a_long_output_is_kept_whole_for_this_user_alone(tmp_path, size):
+    spills, data = agentloop.Spills(str(tmp_path / "s.outputs")), (b"0123456\n" * size)[:size]
+    assert spilled(spills, "c7", data) and spilled(spills, "c10", b"x") and spilled(spills, "c3/c1", b"y")
+    assert spills.read("c7") == data and spills.read("c8") is None and sorted(os.listdir(spills.folder)) == ["c10", "c3.c1", "c7"]
+    assert os.stat(spills.folder).st_mode & 0o777 == 0o700 and os.stat(spills.path("c7")).st_mode & 0o777 == 0o600
+    assert spills.calls("c12") == ["c7", "c10"] and agentloop.Spills(spills.folder).calls("c3/c2") == ["c1"]
+
+
+def test_what_is_kept_of_outputs_is_bounded(tmp_path):
+    spills = agentloop.Spills(str(tmp_path))
+    kept = [spilled(spills, f"c{n}", bytes(9 << 20)) for n in range(9)]
+    assert kept == [True] * 8 + [False] and len(os.listdir(tmp_path)) == 8
+    assert spills.read("c0") == bytes(8 << 20) + agentloop.SPILL_ENDS
+    assert not spilled(agentloop.Spills(str(tmp_path)), "c9", b"x" * 300_000), "a resumed session counts what is there"
+
+
+def test_an_output_that_cannot_be_kept_disturbs_nobody(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert not spilled(agentloop.Spills(str(tmp_path / "file" / "s")), "c1", b"x" * 300_000)
+    assert not spilled(agentloop.Spills(), "c1", b"x" * 300_000) and agentloop.Spills().read("/etc/hostname") is None
+
+
 def test_a_link_that_came_into_the_way_is_not_followed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "f").write_text("x")
@@ -766,6 +833,75 @@ def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path):
     agentloop.write_content(str(tmp_path / "f"), {"content": "new"}, world())
     assert (tmp_path / "f").read_text() == "new" and (tmp_path / "other").read_text() == "old"
     assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640 and sorted(os.listdir(tmp_path)) == ["f", "other"]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A folder to search, with all that a search leaves out."""
+    for name, text in {"a.log": "one Error\ntwo\nerror three\n", "b.txt": "error", "sub/c.log": "x\nerror " + "y" * 999, "sub/.hidden": "error",
+                       ".git/d.log": "error", "binary": "\0error", "own/s.log": "error", "e.log": "(a+)+$ [*"}.items():
+        put(tmp_path / "t" / name, text)
+    put(tmp_path / "outside.log", "error")
+    (tmp_path / "t" / "link.log").symlink_to("../outside.log")
+    (tmp_path / "t" / "linked").symlink_to("..")
+    os.mkfifo(tmp_path / "t" / "pipe.log")
+    return tmp_path / "t"
+
+
+SEARCHES = {
+    "a-text": ({"text": "error"}, ["a.log:3: error three", "b.txt:1: error", "sub/c.log:2: error " + "y" * 294 + "…"]),
+    "any-case": ({"text": "ERROR", "ignore_case": True, "name": "a*"}, ["a.log:1: one Error", "a.log:3: error three"]),
+    "by-name": ({"text": "error", "name": "*.txt"}, ["b.txt:1: error"]),
+    "limited": ({"text": "error", "limit": 1}, ["a.log:3: error three"]),
+    "no-pattern": ({"text": "(a+)+$"}, ["e.log:1: (a+)+$ [*"]),
+    "nothing": ({"text": ".*"}, []),
+    "one-file": ({"text": "two", "path": "a.log"}, ["a.log:2: two"]),
+}
+
+
+@pytest.mark.parametrize("arguments,lines", SEARCHES.values(), ids=SEARCHES)
+def test_a_search_finds_lines_in_ordinary_files_alone(tree, arguments, lines):
+    own = dataclasses.replace(world().places, never_read=(str(tree / "own"),))
+    found = agentloop.search_files(str(tree / arguments.get("path", "")).rstrip("/"), arguments, world(places=own))
+    assert found.output.head.decode() == "\n".join(f"{tree}/{line}" for line in lines) and f"lines found: {len(lines)}, " in found.note
+    assert ("there are more" in found.note) == ("limit" in arguments)
+
+
+HOSTILE = {"repeated": ("a" * 1000, "a" * 999 + "b"), "regular": ("(a*)*" * 200, "(a*)*" * 199), "name": ("x", "x")}
+
+
+@pytest.mark.parametrize("text,line", HOSTILE.values(), ids=HOSTILE)
+def test_no_text_or_name_that_a_model_writes_makes_a_search_hang(tmp_path, text, line):
+    (tmp_path / ("a" * 200)).write_text((line + "\n") * 2000 + line * 2000)
+    began = time.monotonic()
+    agentloop.search_files(str(tmp_path), {"text": text, "name": "*a" * 127, "ignore_case": True}, world())
+    assert time.monotonic() - began < 5
+
+
+def test_a_search_ends_in_time_and_says_so(tree):
+    found = agentloop.search_files(str(tree), {"text": "error"}, world(timeout=0.0))
+    assert found.status is agentloop.ToolStatus.TIMEOUT and "timed out" in found.note
+
+
+def test_a_search_shows_no_part_of_a_secret_and_keeps_within_its_budget(tmp_path):
+    (tmp_path / "f").write_text(("hit " + "x" * 290 + "hunter2hunter2\n") * 100)
+    found = agentloop.search_files(str(tmp_path), {"text": "hit"}, world(mask=agentloop.Mask(("hunter2hunter2",)), budget=2000))
+    assert b"hunter" not in found.output.head and len(found.output.head.decode()) <= 2000 and "there are more" in found.note
+
+
+SEARCH_GRANTS = {"the-tree": ("/srv/**", "/srv/x", True), "a-file-alone": ("/srv/*", "/srv/x", False), "exactly": ("/srv/x/**", "/srv/x", True),
+                 "files-of-a-name": ("/srv/**/*.log", "/srv/x", False), "not-above": ("/srv/x/**", "/srv", False), "bare": ("", "/w/x", True),
+                 "bare-elsewhere": ("", "/srv", False), "dot": ("/srv/**", "/srv/.git", False), "no-star": ("/srv/x", "/srv/x", False)}
+
+
+@pytest.mark.parametrize("pattern,folder,allowed", SEARCH_GRANTS.values(), ids=SEARCH_GRANTS)
+def test_a_search_is_granted_as_all_that_lies_below(pattern, folder, allowed):
+    places = agentloop.Places("/w", "/root", os.path.normpath)
+    canonical = agentloop.BUILTINS["search_files"].kind.canonical("search_files", {"path": folder, "text": "x"}, places)
+    forms = {"search_files": canonical.form}
+    grant = agentloop.parse_grant(f"search_files:{pattern}" if pattern else "search_files", forms, places)
+    assert agentloop.allows(grant, canonical) is allowed
+    assert agentloop.allows(agentloop.parse_grant(agentloop.exact_grant(canonical), forms, places), canonical)
 
 
 def test_a_tool_gets_the_allowlisted_environment_only():
@@ -5017,6 +5153,17 @@ def test_no_grant_lets_a_skill_be_written_however_it_comes_to_the_model(home, ac
     assert (home / "skills" / "tidy" / "SKILL.md").read_text() == text and (home / "note").read_text() == "kept", ended
 
 
+def test_a_skill_that_is_active_is_not_given_a_second_time(home):
+    put_skill(home / "skills" / "tidy" / "SKILL.md", "Step one.")
+    put_skill(home / "skills" / "other" / "SKILL.md", "Step one.")
+    (home / "m.toml").write_text(ARITHMETIC + '[tools.activate_skill]\nkind = "builtin"\napproval = "auto"\n')
+    replies = [*[batch(("activate_skill", {"name": name})) for name in ("tidy", "tidy", "other")], {"text": "ok"}]
+    got = results(agentloop_run(home, "x", *script(home, *replies), "-q", "--skills", "skills", "-o", "jsonl"))
+    assert got["c1"].startswith("Step one.") and got["c2"] == "This skill is active: its text stands above." and got["c3"].startswith("Step one.")
+    got = results(agentloop_run(home, "x", *script(home, *replies), "-q", "--skills", "skills", "-o", "jsonl", "--skill", "tidy"))
+    assert got["c1"] == "This skill is active: its text stands above." and got["c3"].startswith("Step one.")
+
+
 # ── Sessions that an administrator can trust ──
 
 
@@ -5168,6 +5315,103 @@ def test_old_sessions_are_removed_once_a_day_and_what_runs_is_not(home):
     os.utime(kept["new"], (0, 0))
     assert agentloop_run(home, "x", *script(home, {"text": "ok"}), "-q") == Ended(0, "ok\n", "") and kept["new"].exists()
     assert agentloop_run(home, "", "--prune", "30d", command="show").code == 0 and not kept["new"].exists()
+
+
+READER = '[tools.read_output]\nkind = "builtin"\nreadonly = true\napproval = "auto"\n'
+LONG = call("run_shell", command="seq 40000; echo end")
+
+
+def outputs_of(home: Path) -> list[str]:
+    """The outputs that are kept, as session.outputs/call."""
+    return sorted(str(path.relative_to(home / "state" / "agentloop" / "sessions")) for path in home.glob("state/agentloop/sessions/*.outputs/*"))
+
+
+def results(ended: Ended) -> dict[str, str]:
+    return {event["call"]: event["output"] for event in ended.events if event["type"] == "tool.finished"}
+
+
+def test_what_was_left_out_of_an_output_can_be_read(home):
+    (home / "m.toml").write_text(ARITHMETIC + READER)
+    asked = [call("read_output", id="c1", offset=9000, limit=2), call("read_output", id="c1", offset=-1), call("read_output", id="c1", offset=3),
+             call("read_output", id="c1", offset=99999), call("read_output", id="c9"), call("read_output", id="../x")]
+    ended = agentloop_run(home, "x", *script(home, LONG, *asked, {"text": "ok"}), "-q", *SHELL, "-o", "jsonl")
+    got = results(ended)
+    offset = int(re.search(r'omitted; read_output\(id="c1", offset=(\d+)\) shows them …\]', got["c1"])[1])
+    assert ended.code == 0 and got["c1"].split("\n")[offset - 2] == str(offset - 1)
+    assert got["c2"] == "lines 9,000 to 9,001 of 40,001; offset=9002 shows more\n9000\n9001"
+    assert got["c3"].startswith("lines 40,001 to 40,001 of 40,001")
+    assert got["c4"].split("\n")[1] == "3" and "omitted" not in got["c4"]
+    assert got["c5"] == "offset: it has 40,001 lines"
+    assert got["c6"] == "id: no output is kept of c9; kept is that of: c1" and got["c7"] == "id: no output is kept of ../x; kept is that of: c1"
+    assert [name.split("/")[1] for name in outputs_of(home)] == ["c1"]
+
+
+def test_an_output_is_kept_without_secrets_and_none_where_nobody_can_read_it(home):
+    environ = {"DB_PASSWORD": "hunter2hunter2"}
+    secret = call("run_shell", command="for n in $(seq 30000); do echo hunter2''hunter2; done")
+    agentloop_run(home, "x", *script(home, secret, {"text": "ok"}), "-q", *SHELL, environ=environ)
+    assert outputs_of(home) == []
+    (home / "m.toml").write_text(ARITHMETIC + READER)
+    ended = agentloop_run(home, "x", *script(home, secret, call("read_output", id="c1"), {"text": "ok"}), "-q", *SHELL, "-o", "jsonl", environ=environ)
+    kept, = home.glob("state/agentloop/sessions/*.outputs/c1")
+    assert kept.read_text() == "[masked secret]\n" * 30000 and results(ended)["c2"].count("[masked secret]") > 100
+    kept.unlink()
+    ended = agentloop_run(home, "x", *script(home, secret, call("read_output", id="c1"), {"text": "ok"}), "-q", *SHELL, "-o", "jsonl", "--journal", "none")
+    assert ended.code == 0 and " omitted …]" in results(ended)["c1"] and outputs_of(home) == []
+    assert results(ended)["c2"] == "id: no output is kept of c1; kept is that of: none"
+
+
+def test_a_full_disk_keeps_no_output_and_breaks_no_call(home):
+    (home / "m.toml").write_text(ARITHMETIC + READER)
+    limited = ["bash", "-c", 'ulimit -f 100; trap "" XFSZ; exec "$@"', "bash", sys.executable, str(HERE / "agentloop.py")]
+    flags = script(home, call("run_shell", command="seq 40000"), {"text": "ok"})
+    done = subprocess.run([*limited, "run", "x", *flags, *SHELL, "-q", "-o", "jsonl"], cwd=home, env=program_environment(home),
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    got = results(Ended(done.returncode, done.stdout, done.stderr))["c1"]
+    assert done.returncode == 0 and re.search(r"\[… [0-9,]+ lines, [0-9.]+ kB omitted …\]", got) and got.endswith("\n40000") and outputs_of(home) == []
+
+
+def test_a_kept_output_outlives_a_kill_and_goes_with_its_session(home):
+    (home / "m.toml").write_text(ARITHMETIC + READER + '[tools.read_file]\nkind = "builtin"\n[tools.search_files]\nkind = "builtin"\n')
+    flags = script(home, LONG, call("add", a=1, b=1), call("read_output", id="c1", offset=7, limit=1), {"text": "ok"})
+    assert agentloop_run(home, "x", *flags, "-q", *SHELL).code == 3
+    ended = agentloop_run(home, next(home.glob("state/agentloop/sessions/*.jsonl")).stem, "-q", *SHELL, *GRANTED, "-o", "jsonl", command="resume")
+    assert ended.code == 0 and results(ended)["c3"].split("\n")[1] == "7"
+    for tool, more in (("read_file", ""), ("search_files", ', "text": "7"')):
+        path = home / "state" / "agentloop" / "sessions" / outputs_of(home)[0]
+        asked = agentloop_run(home, f'{tool} {{"path": "{path}"{more}}}', "-t", "m.toml", "--yes-scope", f"{tool}:/**", command="check")
+        assert asked.code == 3 and "out of bounds" in asked.stdout
+    replayed = agentloop_run(home, "", "-m", f"replay:{next(home.glob('state/agentloop/sessions/*.jsonl'))}", "-t", "m.toml", "-q", "-o", "jsonl", "--journal", "none")
+    assert results(replayed)["c3"] == results(ended)["c3"]
+    stray = home / "state" / "agentloop" / "sessions" / "gone.outputs"
+    stray.mkdir()
+    for path in home.glob("state/agentloop/sessions/*"):
+        os.utime(path, (time.time() - 100 * 86400,) * 2)
+    assert agentloop_run(home, "", "--prune", "30d", command="show").code == 0
+    assert outputs_of(home) == [] and not list(home.glob("state/agentloop/sessions/*"))
+
+
+def test_a_sub_agent_reads_its_own_outputs_alone(home):
+    (home / "m.toml").write_text(ARITHMETIC + READER + AGENT.replace('"add", "helper"', '"run_shell", "read_output"').replace("max_turns = 3", "max_turns = 5"))
+    replies = [LONG, call("helper", task="x"), call("run_shell", command="seq 50000"), call("read_output", id="c1", offset=44000, limit=1),
+               call("read_output", id="c7"), {"text": "done"}, call("read_output", id="c1", offset=-2, limit=1), {"text": "ok"}]
+    ended = agentloop_run(home, "x", *script(home, *replies), "-q", *SHELL, "--yes-scope", "helper", "-o", "jsonl")
+    inner = [event["event"]["output"] for event in ended.events if event["type"] == "agent.step" and event["event"]["type"] == "tool.finished"]
+    assert ended.code == 0 and inner[1].split("\n")[1] == "44000" and inner[2] == "id: no output is kept of c7; kept is that of: c1"
+    assert results(ended)["c3"].split("\n")[1] == "40000"
+
+
+def test_a_search_in_the_program_is_approved_as_a_tree_and_never_shows_agentloops_own_files(home):
+    put(home / "logs" / "a.log", "all is well\nbroken pipe\n")
+    (home / "m.toml").write_text(ARITHMETIC + f'[tools.search_files]\nkind = "builtin"\nreadonly = true\napproval = "auto"\nroots = ["{home}/logs"]\n')
+    flags = script(home, call("search_files", path="logs", text="broken"), {"text": "ok"})
+    ended = agentloop_run(home, "x", *flags, "-q", "-o", "jsonl")
+    assert ended.code == 0 and results(ended)["c1"] == f"lines found: 1, files read: 1\n{home}/logs/a.log:2: broken pipe"
+    flags = script(home, call("search_files", path=".", text="model.replied"), {"text": "ok"})
+    ended = agentloop_run(home, "x", *flags, "-q")
+    assert ended.code == 3 and f"--yes-scope 'search_files:{home}/**'" in ended.stderr
+    ended = agentloop_run(home, "x", *flags, "-q", "-o", "jsonl", "--yes-scope", f"search_files:{home}/**")
+    assert ended.code == 0 and re.search(r"lines found: 1, .*\n.*/script\.jsonl:1: [^\n]*\Z", results(ended)["c1"])
 
 
 def test_near_its_end_a_run_is_told_to_answer():
