@@ -1311,10 +1311,12 @@ class Mask(Value):
 
     def captured(self, output: Captured) -> Captured:
         """An output without the secrets: hidden before it is cut, or a part of one could stand at the border."""
-        head, tail = output.head, output.tail
+        return replace(output, head=self.bytes(output.head), tail=self.bytes(output.tail))
+
+    def bytes(self, data: bytes) -> bytes:
         for secret in self.encoded:
-            head, tail = (part.replace(secret, MASKED.encode()) for part in (head, tail))
-        return replace(output, head=head, tail=tail)
+            data = data.replace(secret, MASKED.encode())
+        return data
 
     def stream(self, data: bytes) -> tuple[bytes, bytes]:
         """Bytes without the secrets, and the last ones as they are: a secret may go on in what comes next."""
@@ -2322,7 +2324,7 @@ class Spill:
             self.stopped = not self.spills.folder
             self.feed(output.head)
         if self.held and not self.stopped:
-            self.write(self.spills.mask.captured(Captured(self.held)).head)
+            self.write(self.spills.mask.bytes(self.held))
         kept = self.spills.sizes.get(self.path + UNFINISHED, 0) if self.descriptor >= 0 else 0
         if kept:
             with contextlib.suppress(OSError):
@@ -3315,7 +3317,6 @@ class PathBuiltin(Kind):
         return self.act(canonical.subject, arguments, context)
 
     def forbidden(self, canonical: Canonical, places: Places) -> str:
-        """Why no grant and no answer may allow the call: agentloop's own files are not a tool's."""
         protected = places.never_read + (places.never_written if self.access is Access.WRITE else ())
         mine = is_within(canonical.subject, protected)
         return "agentloop's own files, and programs that a grant names, are out of bounds" if mine else ""
@@ -3571,8 +3572,8 @@ def render_url(template: str, query: Mapping[str, str], arguments: JSON) -> str:
     if PLACEHOLDER.fullmatch(template):
         return arguments[placeholders(template)[0]]
     path, mark, inline = template.partition("?")
-    fields = [fill(text, arguments, query_value, "".format) for text in inline.split("&")] if mark else []
-    fields += [f"{query_value(name)}={fill(text, arguments, query_value, ''.format)}" for name, text in query.items()
+    fields = [fill(text, arguments, percent, "".format) for text in inline.split("&")] if mark else []
+    fields += [f"{percent(name)}={fill(text, arguments, percent, ''.format)}" for name, text in query.items()
                if set(placeholders(text)) <= arguments.keys()]
     return fill(path, arguments, segment_value, "".format) + ("?" + "&".join(fields) if fields else "")
 
@@ -3614,14 +3615,10 @@ def filled_json(template: JSON, arguments: JSON, secret: Callable[[str], str]) -
     return arguments[alone[1]] if alone else fill(template, arguments, str, secret)
 
 
-def query_value(text: str) -> str:
-    return urllib.parse.quote(text, safe="")
-
-
 def segment_value(text: str) -> str:
     if text in ("", ".", "..") or "/" in text:
         raise ToolError(f"{text[:40]!r} is not one segment of a path")
-    return urllib.parse.quote(text, safe="")
+    return percent(text)
 
 
 def header_value(text: str) -> str:
@@ -3712,7 +3709,7 @@ def render_argv(template: Sequence[Any], arguments: JSON, dash: Sequence[str]) -
     for element in template:
         if isinstance(element, tuple):
             if any(name in arguments for part in element for name in placeholders(part)):
-                argv += render_argv(element, arguments, (*dash, *argv_guard(argv)))
+                argv += render_argv(element, arguments, (*dash, "*") if "--" in argv else dash)  # then any value may follow
             continue
         names = placeholders(element)
         if element.endswith("...}") and names:
@@ -3725,11 +3722,6 @@ def render_argv(template: Sequence[Any], arguments: JSON, dash: Sequence[str]) -
                     raise ToolError(f"{names[0]}: a value may not begin with a dash ({value[:40]!r})")
         argv += filled
     return tuple(argv)
-
-
-def argv_guard(argv: Sequence[str]) -> tuple[str, ...]:
-    """The mark that any value may follow, since a literal `--` stands before it."""
-    return ("*",) if "--" in argv else ()
 
 
 def placeholders(element: str) -> list[str]:
@@ -3789,13 +3781,14 @@ def search_files(path: str, arguments: JSON, context: ToolContext) -> ToolOutput
 
     A plain text: no pattern that a model writes can make the search hang."""
     search = Search(arguments, context)
-    mode = os.lstat(path).st_mode
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError as error:
+        raise ToolError(error.strerror, path) from error
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
         raise ToolError("not a folder or a regular file", path)
-    for file in search.files_below(path) if stat.S_ISDIR(mode) else [path]:
+    for file in itertools.takewhile(lambda _: not search.end, search.files_below(path) if stat.S_ISDIR(mode) else [path]):
         search.look_into(file)
-        if search.end:
-            break
     status = ToolStatus.TIMEOUT if search.end == OUT_OF_TIME else ToolStatus.OK
     return ToolOutput(status, whole("\n".join(search.found)), search.summary())
 
@@ -3832,8 +3825,7 @@ class Search:
     def is_wanted(self, folder: str, entry: os.DirEntry) -> bool:
         """Whether a name in a folder is to be looked at."""
         self.names += 1
-        self.end = self.end or (OUT_OF_TIME if self.deadline.left() <= 0 else TOO_MANY if self.names > MOST_NAMES else "")
-        if self.end or entry.name.startswith(".") or folder == "/" and entry.name in ("proc", "sys", "dev"):
+        if self.spent() or entry.name.startswith(".") or folder == "/" and entry.name in ("proc", "sys", "dev"):
             return False
         if is_within(os.path.join(folder, entry.name), self.context.places.never_read):
             return False
@@ -3846,19 +3838,26 @@ class Search:
                 if b"\0" in file.peek(8192)[:8192]:
                     self.binary += 1
                     return
-                self.files, number, last = self.files + 1, 1, 0
-                for piece in iter(lambda: file.readline(1 << 16), b""):
-                    line = self.context.mask.text(plain(piece).rstrip("\n"))
+                self.files, number, last, held, mask = self.files + 1, 1, 0, b"", self.context.mask
+                for piece in iter(lambda: file.readline(LONG_LINE), b""):
+                    whole_line = piece.endswith(b"\n") or len(piece) < LONG_LINE
+                    data, held = (mask.bytes(held + piece), b"") if whole_line else mask.stream(held + piece)
+                    line = plain(data).rstrip("\n")
                     at = self.fold(line).find(self.text)
                     if at >= 0 and number != last:
                         last = number
                         self.add(f"{one_line(path, 4096)}:{number}: {around(line, at)}")
                     number, self.bytes = number + piece.endswith(b"\n"), self.bytes + len(piece)
-                    self.end = self.end or (OUT_OF_TIME if self.deadline.left() <= 0 else TOO_LARGE if self.bytes > MOST_SEARCHED else "")
-                    if self.end:
+                    if self.spent():
                         return
         except (ToolError, OSError):
             self.unreadable += 1
+
+    def spent(self) -> bool:
+        """Whether the search has to end here."""
+        limits = ((OUT_OF_TIME, self.deadline.left() <= 0), (TOO_MANY, self.names > MOST_NAMES), (TOO_LARGE, self.bytes > MOST_SEARCHED))
+        self.end = self.end or next((told for told, reached in limits if reached), "")
+        return bool(self.end)
 
     def add(self, line: str) -> None:
         self.size += len(line) + 1
@@ -4028,6 +4027,7 @@ FUNCTIONS = {
     "hypot", "degrees", "radians", "gcd")}
 
 
+percent = functools.partial(urllib.parse.quote, safe="")
 PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_][a-z0-9_]*)(?:\.\.\.)?\}")
 TEMPLATE = re.compile(r"\$\{(?P<secret>[A-Za-z_][A-Za-z0-9_]*)\}|\{(?P<name>[a-z_][a-z0-9_]*)\}")
 SAFE_METHODS, REDIRECTS = ("GET", "HEAD", "OPTIONS"), (301, 302, 303, 307, 308)
@@ -4045,6 +4045,7 @@ PATH_PARAMETER = {"type": "string", "minLength": 1}
 LINES = {"offset": {"type": "integer", "description": "first line; -1 is the last line"},
          "limit": {"type": "integer", "minimum": 1, "description": "number of lines"}}
 MOST_NAMES, MOST_SEARCHED = 100_000, 256 << 20  # files and folders, and bytes, that one search looks at
+LONG_LINE = 1 << 16  # bytes of a line that are searched at once
 OUT_OF_TIME, TOO_MANY, TOO_LARGE = "timed out", f"only the first {MOST_NAMES:,} names were looked at", "only the first 256 MiB were read"
 SKILL_STANDS = "This skill is active: its text stands above."
 
@@ -8784,7 +8785,8 @@ def run_task(task: str, model: Any, tools: Iterable[Tool] = (), *, prompter: Any
             model, registry, prompter, places, lambda program, timeout, on_start: spawn(program, timeout, processes, on_start),
             lambda wanted, timeout: Http(Deadline(time.monotonic() + timeout), machine.open_transport).request(wanted),
             kept.append, tuple(map(Guarded, sinks)), contextlib.nullcontext, processes.stop, deadline, machine.environ,
-            lambda state, more: "", secrets_of(machine.environ, (), ()), OnDeny.TELL),
+            lambda state, more: "", mask := secrets_of(machine.environ, (), ()), OnDeny.TELL,
+            spills=spills_of(machine, kept, started.session, mask)),
             [parse_grant(text, registry.forms, places) for text in grants])
         session.emit(started)
         return run(session)[0]

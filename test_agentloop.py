@@ -887,6 +887,9 @@ def test_a_search_shows_no_part_of_a_secret_and_keeps_within_its_budget(tmp_path
     (tmp_path / "f").write_text(("hit " + "x" * 290 + "hunter2hunter2\n") * 100)
     found = agentloop.search_files(str(tmp_path), {"text": "hit"}, world(mask=agentloop.Mask(("hunter2hunter2",)), budget=2000))
     assert b"hunter" not in found.output.head and len(found.output.head.decode()) <= 2000 and "there are more" in found.note
+    (tmp_path / "f").write_text("y" * 65_400 + "hit" + "z" * 125 + "hunter2hunter2" + "z" * 70_000)
+    found = agentloop.search_files(str(tmp_path), {"text": "hit"}, world(mask=agentloop.Mask(("hunter2hunter2",))))
+    assert b"zzhit" not in found.output.head and b"yyhitzz" in found.output.head and b"hun" not in found.output.head
 
 
 SEARCH_GRANTS = {"the-tree": ("/srv/**", "/srv/x", True), "a-file-alone": ("/srv/*", "/srv/x", False), "exactly": ("/srv/x/**", "/srv/x", True),
