@@ -864,7 +864,7 @@ def test_a_search_finds_lines_in_ordinary_files_alone(tree, arguments, lines):
     own = dataclasses.replace(world().places, never_read=(str(tree / "own"),))
     found = agentloop.search_files(str(tree / arguments.get("path", "")).rstrip("/"), arguments, world(places=own))
     assert found.output.head.decode() == "\n".join(f"{tree}/{line}" for line in lines) and f"lines found: {len(lines)}, " in found.note
-    assert ("there are more" in found.note) == ("limit" in arguments)
+    assert ("there are more" in found.note) == ("limit" in arguments) and "not readable" not in found.note
 
 
 HOSTILE = {"repeated": ("a" * 1000, "a" * 999 + "b"), "regular": ("(a*)*" * 200, "(a*)*" * 199), "name": ("x", "x")}
@@ -5359,6 +5359,7 @@ def test_an_output_is_kept_without_secrets_and_none_where_nobody_can_read_it(hom
     kept, = home.glob("state/agentloop/sessions/*.outputs/c1")
     assert kept.read_text() == "[masked secret]\n" * 30000 and results(ended)["c2"].count("[masked secret]") > 100
     kept.unlink()
+    (home / "c1").write_text("no output of this session")
     ended = agentloop_run(home, "x", *script(home, secret, call("read_output", id="c1"), {"text": "ok"}), "-q", *SHELL, "-o", "jsonl", "--journal", "none")
     assert ended.code == 0 and " omitted …]" in results(ended)["c1"] and outputs_of(home) == []
     assert results(ended)["c2"] == "id: no output is kept of c1; kept is that of: none"
@@ -5388,7 +5389,7 @@ def test_a_kept_output_outlives_a_kill_and_goes_with_its_session(home):
     assert results(replayed)["c3"] == results(ended)["c3"]
     stray = home / "state" / "agentloop" / "sessions" / "gone.outputs"
     stray.mkdir()
-    for path in home.glob("state/agentloop/sessions/*"):
+    for path in (stray, *home.glob("state/agentloop/sessions/*.jsonl")):  # its outputs are as old as their session, whatever their time
         os.utime(path, (time.time() - 100 * 86400,) * 2)
     assert agentloop_run(home, "", "--prune", "30d", command="show").code == 0
     assert outputs_of(home) == [] and not list(home.glob("state/agentloop/sessions/*"))
