@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -97,6 +98,16 @@ def test_one_broad_except_stands_in_the_command_line_alone():
     broad = [section_of(node.lineno) for node in ast.walk(TREE) if isinstance(node, ast.ExceptHandler)
              and (node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException"))]
     assert broad == ["Tools", "CLI"]  # a host's function, and main
+
+
+@pytest.mark.parametrize("name", ["agentloop.py", "test_agentloop.py"])
+def test_no_name_is_given_twice_in_a_file(name):
+    """The second of two would take the place of the first without a word: a test or a table that is never used."""
+    found: collections.Counter = collections.Counter()
+    for node in ast.parse((HERE / name).read_text("utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        found.update(getattr(target, "name", getattr(target, "id", None)) for target in targets)
+    assert [each for each, times in found.items() if each and times > 1] == []
 
 
 def test_core_sections_do_no_input_or_output():
@@ -867,10 +878,10 @@ def test_a_search_finds_lines_in_ordinary_files_alone(tree, arguments, lines):
     assert ("there are more" in found.note) == ("limit" in arguments) and "not readable" not in found.note
 
 
-HOSTILE = {"repeated": ("a" * 1000, "a" * 999 + "b"), "regular": ("(a*)*" * 200, "(a*)*" * 199), "name": ("x", "x")}
+SLOW_SEARCHES = {"repeated": ("a" * 1000, "a" * 999 + "b"), "regular": ("(a*)*" * 200, "(a*)*" * 199), "name": ("x", "x")}
 
 
-@pytest.mark.parametrize("text,line", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("text,line", SLOW_SEARCHES.values(), ids=SLOW_SEARCHES)
 def test_no_text_or_name_that_a_model_writes_makes_a_search_hang(tmp_path, text, line):
     (tmp_path / ("a" * 200)).write_text((line + "\n") * 2000 + line * 2000)
     began = time.monotonic()
@@ -5321,7 +5332,7 @@ def test_old_sessions_are_removed_once_a_day_and_what_runs_is_not(home):
 
 
 READER = '[tools.read_output]\nkind = "builtin"\nreadonly = true\napproval = "auto"\n'
-LONG = call("run_shell", command="seq 40000; echo end")
+PRINTS_MUCH = call("run_shell", command="seq 40000; echo end")
 
 
 def outputs_of(home: Path) -> list[str]:
@@ -5337,7 +5348,7 @@ def test_what_was_left_out_of_an_output_can_be_read(home):
     (home / "m.toml").write_text(ARITHMETIC + READER)
     asked = [call("read_output", id="c1", offset=9000, limit=2), call("read_output", id="c1", offset=-1), call("read_output", id="c1", offset=3),
              call("read_output", id="c1", offset=99999), call("read_output", id="c9"), call("read_output", id="../x")]
-    ended = agentloop_run(home, "x", *script(home, LONG, *asked, {"text": "ok"}), "-q", *SHELL, "-o", "jsonl")
+    ended = agentloop_run(home, "x", *script(home, PRINTS_MUCH, *asked, {"text": "ok"}), "-q", *SHELL, "-o", "jsonl")
     got = results(ended)
     offset = int(re.search(r'omitted; read_output\(id="c1", offset=(\d+)\) shows them …\]', got["c1"])[1])
     assert ended.code == 0 and got["c1"].split("\n")[offset - 2] == str(offset - 1)
@@ -5377,7 +5388,7 @@ def test_a_full_disk_keeps_no_output_and_breaks_no_call(home):
 
 def test_a_kept_output_outlives_a_kill_and_goes_with_its_session(home):
     (home / "m.toml").write_text(ARITHMETIC + READER + '[tools.read_file]\nkind = "builtin"\n[tools.search_files]\nkind = "builtin"\n')
-    flags = script(home, LONG, call("add", a=1, b=1), call("read_output", id="c1", offset=7, limit=1), {"text": "ok"})
+    flags = script(home, PRINTS_MUCH, call("add", a=1, b=1), call("read_output", id="c1", offset=7, limit=1), {"text": "ok"})
     assert agentloop_run(home, "x", *flags, "-q", *SHELL).code == 3
     ended = agentloop_run(home, next(home.glob("state/agentloop/sessions/*.jsonl")).stem, "-q", *SHELL, *GRANTED, "-o", "jsonl", command="resume")
     assert ended.code == 0 and results(ended)["c3"].split("\n")[1] == "7"
@@ -5397,7 +5408,7 @@ def test_a_kept_output_outlives_a_kill_and_goes_with_its_session(home):
 
 def test_a_sub_agent_reads_its_own_outputs_alone(home):
     (home / "m.toml").write_text(ARITHMETIC + READER + AGENT.replace('"add", "helper"', '"run_shell", "read_output"').replace("max_turns = 3", "max_turns = 5"))
-    replies = [LONG, call("helper", task="x"), call("run_shell", command="seq 50000"), call("read_output", id="c1", offset=44000, limit=1),
+    replies = [PRINTS_MUCH, call("helper", task="x"), call("run_shell", command="seq 50000"), call("read_output", id="c1", offset=44000, limit=1),
                call("read_output", id="c7"), {"text": "done"}, call("read_output", id="c1", offset=-2, limit=1), {"text": "ok"}]
     ended = agentloop_run(home, "x", *script(home, *replies), "-q", *SHELL, "--yes-scope", "helper", "-o", "jsonl")
     inner = [event["event"]["output"] for event in ended.events if event["type"] == "agent.step" and event["event"]["type"] == "tool.finished"]
