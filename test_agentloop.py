@@ -4801,10 +4801,14 @@ def test_the_reference_servers_work_over_stdio(home, npm_servers):
 [mcp.all]
 argv = ["{npm_servers}/mcp-server-everything", "stdio"]
 tools = ["echo", "get-sum", "get-tiny-image", "get-structured-content", "get-resource-links"]
+required = true
+start_timeout = "2m"
 [mcp.files]
 argv = ["{npm_servers}/mcp-server-filesystem", "{home}/data"]
 tools = ["read_text_file", "list_directory", "write_file", "search_files"]
 readonly = ["read_text_file", "list_directory", "search_files"]
+required = true
+start_timeout = "2m"
 """)
     replies = [call("all__echo", message="hi"), call("all__get-sum", a=2, b=3), call("all__get-tiny-image"), call("all__get-resource-links", count=2),
                call("all__get-structured-content", location="Chicago"),
@@ -4845,7 +4849,8 @@ def test_the_reference_server_works_behind_a_url(home, npm_servers):
 @pytest.mark.slow
 def test_a_killed_agentloop_leaves_no_reference_server(home, npm_servers):
     (home / "m.toml").write_text(f'{ARITHMETIC.replace(chr(34) + "3s" + chr(34), chr(34) + "60s" + chr(34))}\n[mcp.files]\n'
-                                 f'argv = ["{npm_servers}/mcp-server-filesystem", "{home}"]\ntools = ["list_directory"]\n')
+                                 f'argv = ["{npm_servers}/mcp-server-filesystem", "{home}"]\ntools = ["list_directory"]\n'
+                                 'required = true\nstart_timeout = "2m"\n')
     flags = script(home, call("run_shell", command="touch there; sleep 60"))
     process = agentloop_popen(home, "run", "x", *flags, "--yes-scope", "run_shell", "-q", stdin=subprocess.DEVNULL)
     wait_for(lambda: (home / "there").exists())
