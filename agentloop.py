@@ -2090,6 +2090,7 @@ class Interrupts:
         self.depth = 0
         self.dropped: Interrupted | None = None  # raised where Python lets nothing through, and to be raised again
         self.on_wake: Callable[[], None] = lambda: None  # called in the main thread every WAKE_EVERY seconds
+        self.deadline: Deadline | None = None  # of what runs inside `until()`
 
     def install(self) -> None:
         for number in INTERRUPT_CODES:
@@ -2110,6 +2111,21 @@ class Interrupts:
         self.on_wake()
         if not self.depth:
             self.raise_dropped()
+        if self.deadline:
+            self.deadline.check()
+
+    @contextmanager
+    def until(self, deadline: Deadline) -> Iterator[None]:
+        """What runs inside is broken off at the deadline, be it the search for a pattern that has no end: the handlers of
+        signals are called there too, in the main thread alone. Raises RunEnded (exit 124)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.deadline = deadline
+        try:
+            yield
+        finally:
+            self.deadline = None
 
     def raise_dropped(self) -> None:
         if self.dropped:
@@ -6997,6 +7013,7 @@ class Parts(Value):
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now().astimezone()
     spills: Spills = Spills()
+    until: Callable[[Deadline], Any] = contextlib.nullcontext  # breaks off, at the deadline, what only computes
 
 
 class Session:
@@ -7084,7 +7101,8 @@ def model_phase(session: Session) -> Phase:
         if error.code is not ExitCode.CONTEXT or not droppable(state.messages, 0) or state.compactions >= MOST_COMPACTIONS:
             raise
         return Phase.COMPACT
-    reply = read_reply_of(state, reply, session.parts.registry)
+    with session.parts.until(session.parts.deadline):
+        reply = read_reply_of(state, reply, session.parts.registry)
     calls = tuple(replace(call, id=f"c{state.calls_made + n}") for n, call in enumerate(reply.calls, 1))
     cut = prompt_was_cut(state, reply.usage.prompt, estimate, prompt_budget(request, model.window()), model.window())
     session.emit(ModelReplied(
@@ -7218,9 +7236,10 @@ def approve_phase(session: Session) -> Phase:
         raise turn_limit(session)
     refuse_uncertain(state, session.parts.registry, session.parts.way_on)
     calls = state.open_calls
-    session.verdicts = {call.id: judge(call, session.parts.registry, session.grants, session.parts.places)
-                        if n < MOST_CALLS else refusal(f"at most {MOST_CALLS} calls a turn")
-                        for n, call in enumerate(state.batch) if call in calls}
+    with session.parts.until(session.parts.deadline):
+        session.verdicts = {call.id: judge(call, session.parts.registry, session.grants, session.parts.places)
+                            if n < MOST_CALLS else refusal(f"at most {MOST_CALLS} calls a turn")
+                            for n, call in enumerate(state.batch) if call in calls}
     asked = [call.id for call in calls if session.verdicts[call.id].decision is Decision.ASK]
     answers = dict(zip(asked, ask_batch(session, asked)))
     for call in calls:
@@ -7491,7 +7510,8 @@ def answer_phase(session: Session) -> Phase:
         return ask_again(session, Wanted.EVIDENCE, CITE if state.wanted is not Wanted.EVIDENCE else UNGROUNDED_LINES)
     if options.schema is not None and state.wanted is not Wanted.JSON:
         return ask_again(session, Wanted.JSON, f"{AS_JSON} {compact(options.schema)}")
-    problem = json_problem(state) if options.schema is not None else None
+    with session.parts.until(session.parts.deadline):
+        problem = json_problem(state) if options.schema is not None else None
     if problem:
         return ask_again(session, Wanted.JSON, f"That does not match the schema: {problem}. {AS_JSON} {compact(options.schema)}")
     return Phase.DONE
@@ -8694,7 +8714,8 @@ def parts_of(setup: Setup, choice: ModelChoice, deadline: Deadline, journal: Jou
         model, setup.registry, prompter, replace(setup.places, addresses=lambda host: ()) if replay else setup.places,
         lambda program, timeout, on_start: spawn(program, timeout, processes, on_start), request, journal.append,
         (streams.show, *machine.sinks), interrupts.shield, stop, deadline, machine.environ,
-        lambda state, more: way_on(flags, state, journal, more), streams.mask, on_deny, replay and replay.result)
+        lambda state, more: way_on(flags, state, journal, more), streams.mask, on_deny, replay and replay.result,
+        until=interrupts.until)
 
 
 def way_on(flags: Flags, state: State, journal: Journal | NoJournal, more: Sequence[str]) -> str:

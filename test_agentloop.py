@@ -2916,6 +2916,23 @@ def test_a_file_that_is_no_text_is_an_error(home):
     assert opening_of(home, "x", "-f", "a.bin") == (Ended(2, "", "agentloop: a.bin: not UTF-8 text\n"), "")
 
 
+ENDLESS, MISS = "^(a+)+$", "a" * 60 + "!"  # each a more doubles the time of the search
+
+
+@pytest.mark.parametrize("replies, words", [
+    ([call("count", word=MISS)], []),
+    ([{"text": '<tool_call>{"name": "count", "arguments": {"word": "%s"}}</tool_call>' % MISS}], []),
+    ([{"text": "The word is there."}, {"text": f'"{MISS}"'}], ["--schema", "schema.json"]),
+], ids=["of a call", "of a call in a text", "of an answer under a schema"])
+def test_a_pattern_whose_search_has_no_end_is_broken_off_at_the_deadline(home, replies, words):
+    (home / "m.toml").write_text('[tools.count]\nkind = "command"\ndescription = "Counts."\nargv = ["touch", "{word}"]\n'
+                                 f'params.word = {{ type = "string", pattern = "{ENDLESS}" }}\n')
+    (home / "schema.json").write_text(json.dumps({"type": "string", "pattern": ENDLESS}))
+    assert agentloop_run(home, "x", *script(home, *replies), *words, "--timeout", "2s", "-q", "--journal", "none") == Ended(
+        124, "", "agentloop: the deadline of the run has passed; give it more with --timeout\n")
+    assert not (home / MISS).exists()
+
+
 def test_data_that_is_awaited_ends_with_the_deadline_and_without_a_note(home):
     process = agentloop_popen(home, "run", "x", *script(home, {"text": "ok"}), "-q", "--stdin", "data", "--timeout", "2.5s", stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
