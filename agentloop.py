@@ -451,8 +451,11 @@ def check_value(value: object, where: str = "arguments", depth: int = 1) -> None
             check_value(item, where, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ToolError("a number that is not finite", where)
-    elif isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
-        raise ToolError(f"an integer of more than {MAX_DIGITS} digits", where)
+    elif isinstance(value, int):
+        if abs(value) >= 10**MAX_DIGITS:
+            raise ToolError(f"an integer of more than {MAX_DIGITS} digits", where)
+    elif not isinstance(value, float | None):
+        raise ToolError(f"a {type(value).__name__}, which JSON does not know: put it in quotes", where)  # of TOML, YAML
 
 
 def values_in(value: JSON) -> Iterator[JSON]:
@@ -3037,19 +3040,22 @@ def write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data):]
 
 
-def read_bytes(path: str) -> bytes:
-    """The bytes of a file that the operator named. Raises ConfigError."""
+def read_bytes(path: str, most: int = -1) -> bytes:
+    """The bytes of a file that the operator named, the first `most` of them where that is given. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
-            return file.read()
+            return file.read(most)
     except OSError as error:
         raise ConfigError(error.strerror or str(error), path) from error
 
 
 def read_file(path: str) -> str:
-    """The text of a file that the operator named. Raises ConfigError."""
+    """The text of a file that the operator named, of MOST_FILE bytes at most. Raises ConfigError."""
+    data = read_bytes(path, MOST_FILE + 1)  # /dev/zero has no end
+    if len(data) > MOST_FILE:
+        raise ConfigError(f"more than {human_bytes(MOST_FILE)}", path)
     try:
-        return read_bytes(path).decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError("not UTF-8 text", path) from error
 
@@ -3149,6 +3155,7 @@ RESOURCE_FOLDERS = ("scripts", "references", "assets")
 MOST_SKILLS = 1000  # folders looked at in one place
 MOST_SKILL_BYTES = 256 * 1024
 MOST_RESOURCES = 200  # files and folders of one skill
+MOST_FILE = 64_000_000  # bytes of a text that the operator names
 WAKE_EVERY = 0.5  # seconds
 INTERRUPT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED,
                    signal.SIGHUP: ExitCode.HANGUP}
@@ -4260,8 +4267,14 @@ def parse_manifest(text: str, where: str) -> Manifest:
     import tomllib
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # tomllib.TOMLDecodeError is one, and so is a number that is too long
         raise ConfigError(str(error) or "nested too deep", where) from error
+    for section, table in data.items():
+        for name, entry in table.items() if isinstance(table, dict) else ():
+            try:
+                check_value(entry, f"{where}: {section}.{name}")
+            except ToolError as error:
+                raise ConfigError(error.what, error.where) from error
     return Manifest(**vars(decode(Tables, data, where)), where=where, sha256=hashlib.sha256(text.encode()).hexdigest())
 
 
@@ -4313,9 +4326,9 @@ def build_tool(name: str, entry: Entry, manifest: Manifest, where: str) -> Tool:
 def build_command(name: str, entry: Entry, prefix: tuple[str, ...], where: str) -> tuple[Command, str, JSON]:
     argv = tuple(tuple(part) if isinstance(part, list) else part for part in entry.argv)
     texts = [text for part in argv for text in (part if isinstance(part, tuple) else (part,))]
-    if not argv or not all(isinstance(text, str) for text in texts):
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise ConfigError("a list of texts, or of lists of texts, is needed", f"{where}.argv")
-    if placeholders(texts[0]) or not isinstance(argv[0], str):
+    if placeholders(texts[0]) or not texts[0] or not isinstance(argv[0], str):
         raise ConfigError("the program's name is fixed", f"{where}.argv[0]")
     schema = parameters_schema(entry, where)
     check_parameters({parameter for text in texts for parameter in placeholders(text)}, schema, where)
@@ -4513,7 +4526,7 @@ def known_definition(name: str, found: McpDefinition | None, pins: Mapping[str, 
     such a tool is there to be denied. Raises ConfigError, ToolError where nothing can be made of it."""
     if found is None:
         raise ConfigError("the server does not offer it")
-    check_value((found.description, found.schema), name)
+    check_value([found.description, found.schema], name)
     pinned = pins.get(name, found.pin)
     if pinned == found.pin:
         words = plain(str(found.description or "").encode("utf-8", "replace"))[:MOST_WORDS]
@@ -5765,8 +5778,8 @@ def repaired_json(text: str) -> JSON:
     for repair in REPAIRS:
         try:
             return strict_json(repair(text))
-        except (ToolError, ValueError, SyntaxError, DeprecationWarning, RecursionError, MemoryError):
-            continue
+        except (ToolError, ValueError, TypeError, SyntaxError, DeprecationWarning, RecursionError, MemoryError):
+            continue  # TypeError: a complex number, a set, a list as a key: Python knows them, JSON does not
     return MISSING
 
 
@@ -5775,7 +5788,7 @@ def unfenced(text: str) -> str:
     found = re.fullmatch(r"\s*(?:```(?:json)?\s*(.*?)\s*```|json\s*(\{.*))\s*", text, re.DOTALL)
     if not found:
         raise ValueError("no fence")
-    return found[1] or found[2]
+    return found[1] or found[2] or ""
 
 
 def first_object(text: str) -> str:
@@ -8345,9 +8358,9 @@ def answer_schema(path: str) -> JSON:
     if not path:
         return None
     try:
-        schema = json.loads(read_file(path))
-    except ValueError as error:
-        raise ConfigError(f"not JSON: {error}", f"--schema {path}") from error
+        schema = strict_json(read_file(path), f"--schema {path}")
+    except ToolError as error:
+        raise ConfigError(error.what, error.where) from error
     if not isinstance(schema, dict):
         raise ConfigError("a JSON Schema is a table", f"--schema {path}")
     return checked_schema(schema, f"--schema {path}")

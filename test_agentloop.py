@@ -956,6 +956,17 @@ MANIFEST_ERRORS = {
                     "m.toml: tools.a.schema: 5 is not of type 'array'"),
     "no-pattern": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nparams.p = {type = "string", pattern = "("}',
                    "m.toml: tools.a.params: '(' is no regular expression"),
+    "no-word-in-argv": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = [[]]', "m.toml: tools.a.argv: a list of texts"),
+    "no-program": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = [""]', "m.toml: tools.a.argv[0]: the program's name is fixed"),
+    "a-date": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nparams.p = {type = "string", default = 2020-01-01}',
+               "m.toml: tools.a: a date, which JSON does not know: put it in quotes"),
+    "a-date-in-a-body": ('[tools.a]\nkind = "http"\ndescription = "x"\nurl = "http://h/"\nmethod = "POST"\nbody = {a = [2020-01-01T00:00:00]}',
+                         "m.toml: tools.a: a datetime, which JSON"),
+    "no-number": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "{p}"]\nparams.p = {type = "number", default = nan}',
+                  "m.toml: tools.a: a number that is not finite"),
+    "a-huge-number": ('[limits]\nmax_turns = ' + "9" * 200, "m.toml: limits.max_turns: an integer of more than 100 digits"),
+    "a-number-too-long-to-read": ('[limits]\nmax_turns = ' + "9" * 5000, "m.toml: Exceeds the limit (4300 digits)"),
+    "a-nul": ('[tools.a]\nkind = "command"\ndescription = "x"\nargv = ["ls", "\\u0000"]', "m.toml: tools.a: a NUL"),
     "no-toml": ("[tools", "m.toml: "),
     "repeated-key": ('[tools.a]\nkind = "shell"\nkind = "shell"', "m.toml: "),
 }
@@ -2268,6 +2279,15 @@ def test_a_broken_call_is_answered_to_the_letter_and_its_neighbour_runs(home, ma
         ended = agentloop_run(home, "add", "-m", spec, "--url", server.url + path, "-t", "m.toml", "-q", *GRANTED)
     assert ended == Ended(0, "done\n", "") and added(home) == [7]
     assert tool_results(server.requests[1]) == [answer, "7"]
+
+
+@pytest.mark.parametrize("given", [
+    "```json```", "{'a': 1j, 'b': 2}", "{'a': b'x', 'b': 2}", "{'a': {1}, 'b': 2}", "{'a': ..., 'b': 2}", "{(1, 2): 3}", "{[]: 1}", "{'a': {[]}}",
+    "{'a': " + "-" * 100_000 + "1}", "{'a': " + "[" * 5_000 + "}", "{'a': " + "9" * 5_000 + "}", "{'a': '\\N{x}'}", "{'a': 9**9**9}",
+], ids=["empty-fence", "complex", "bytes", "set", "ellipsis", "tuple-key", "list-key", "list-in-set", "signs", "brackets", "digits", "no-character", "power"])
+def test_arguments_that_only_python_could_read_are_not_read(given):
+    call = agentloop.read_arguments(agentloop.ToolCall("c1", "add"), given)
+    assert call.arguments is None and call.raw == given and call.problem.startswith(("not JSON as it is accepted here", "nested deeper"))
 
 
 def test_three_broken_replies_in_a_row_are_too_many_and_two_are_not(home):
