@@ -899,10 +899,11 @@ def to_record(event: Event) -> dict[str, JSON]:
 
 def from_record(record: JSON, where: str) -> Event:
     """The event of a journal's record. Raises ConfigError naming the place."""
-    if not isinstance(record, dict) or record.get("type") not in EVENTS:
+    name = record.get("type") if isinstance(record, dict) else None
+    if not isinstance(name, str) or name not in EVENTS:
         raise ConfigError("not an event that this version knows", where)
     known = {key: value for key, value in record.items() if key not in ("type", "seq", "at")}
-    return decode(EVENTS[record["type"]], known, where)
+    return decode(EVENTS[name], known, where)
 
 
 # ═══ 5. State ═══════════════════════════════════════════════════════════════════════════════════
@@ -981,6 +982,35 @@ class State(Value):
 def apply(state: State, event: Event) -> State:
     """The state after `event`: the only thing that makes a new State."""
     return FOLDS[type(event)](state, event)
+
+
+def follow(state: State, event: Event, where: str) -> State:
+    """`apply` for an event out of a file, which somebody may have changed. Raises ConfigError at `where` for one that
+    cannot follow."""
+    what = misplaced(state, event, where)
+    if what:
+        raise ConfigError(what, where, "the journal is damaged there; `agentloop show` reads it")
+    return apply(state, event)
+
+
+def misplaced(state: State, event: Event, where: str) -> str:
+    """Why an event cannot follow in a session; "" for one that can."""
+    if isinstance(event, SessionStarted) is (state.started is not None):
+        return "a session starts once, and with its first record"
+    if not isinstance(event, CALL_EVENTS):
+        return ""
+    if event.call not in (call.id for call in state.batch):
+        return f"there is no call {event.call}"
+    if isinstance(event, ToolFinished) and (event.call in state.results or event.call not in state.decided):
+        return f"{event.call} cannot have a result here"
+    if isinstance(event, AgentStep):
+        return misplaced(agent_state(state, event.call), from_record(event.event, where), where)
+    return ""
+
+
+def agent_state(state: State, call: str) -> State:
+    """The session of the sub-agent that a call runs, as far as it is."""
+    return state.agents.get(call) or State(replies=state.replies)
 
 
 def apply_started(state: State, event: SessionStarted) -> State:
@@ -1079,7 +1109,7 @@ def apply_result(state: State, event: ToolFinished) -> State:
 def apply_agent(state: State, event: AgentStep) -> State:
     """What a sub-agent uses and what is denied to it counts for the session too."""
     step = from_record(event.event, event.call)
-    agent = apply(state.agents.get(event.call) or State(replies=state.replies), step)
+    agent = apply(agent_state(state, event.call), step)
     state = replace(state, agents={**state.agents, event.call: agent})
     if isinstance(step, (ModelReplied, HistoryCompacted)):
         return replace(state, replies=state.replies + 1, usage=Usage(add(state.usage.prompt, step.usage.prompt),
@@ -1175,6 +1205,7 @@ SHAPES = (Wanted.EVIDENCE, Wanted.JSON)  # asked of an answer that is there
 NOT_RUN = "not run: the session stopped before it"
 CUT = "length"  # how both wires say that a reply ended at its token limit
 PROMPT_CUT = "prompt_cut"  # how a reply is marked that answers a part of its prompt alone
+CALL_EVENTS = (CallDecided, ToolStarted, ToolSpawned, ToolFinished, AgentStep)
 FOLDS = {SessionStarted: apply_started, ModelReplied: apply_replied, ModelTold: apply_told,
          HistoryCompacted: apply_compacted,
          RequestAdapted: apply_adapted, CallDecided: apply_decided, ToolStarted: apply_begun,
@@ -4823,7 +4854,7 @@ class AskHost:
     """A host program: the question has gone out as `approval.requested`, one line on stdin answers it.
 
     {"answers": [{"call": "c1", "decision": "allow", "reason": "", "remember": false}]}; a call that is not named,
-    an end of input or anything unreadable is a no."""
+    an end of input or anything unreadable is a no; so is all of a line that names a call twice."""
 
     def __init__(self, reader: int):
         self.lines = LineReader(reader)
@@ -4834,6 +4865,8 @@ class AskHost:
         except (ConfigError, ToolError):
             told = HostAnswers(())
         said = {answer.call: answer for answer in told.answers}
+        if len(said) < len(told.answers):  # two answers about one call: neither is clear
+            said = {}
         return tuple(host_answer(question, said.get(question.call)) for question in questions)
 
 
@@ -5282,16 +5315,17 @@ class ReplayModel:
         self.replies: list[tuple[ModelReplied | HistoryCompacted, State]] = []  # each with the state it was asked from
         self.results: dict[str, ToolFinished] = {}
         self.decisions: dict[str, CallDecided] = {}
-        for event in events:
-            inner, path = (from_record(event.event, name), f"{event.call}/") if isinstance(event, AgentStep) else (event, "")
-            before = state.agents.get(event.call) or State(replies=state.replies) if path else state
+        for n, event in enumerate(events, 1):
+            before, state = state, follow(state, event, f"{name}:{n}")
+            inner, path = event, ""
+            if isinstance(event, AgentStep):
+                inner, path, before = from_record(event.event, name), f"{event.call}/", agent_state(before, event.call)
             if isinstance(inner, (ModelReplied, HistoryCompacted)):
                 self.replies.append((inner, before))
             elif isinstance(inner, ToolFinished):
                 self.results[path + inner.call] = inner
             elif isinstance(inner, CallDecided):
                 self.decisions[path + inner.call] = inner
-            state = apply(state, event)
         self.state = state
 
     def window(self) -> int:
@@ -6786,6 +6820,9 @@ class Journal:
                 os.rename(self.path + NAMELESS, self.path)
         except OSError as error:
             os.ftruncate(self.descriptor, self.size)
+            if not self.records:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path + NAMELESS)
             raise ConfigError(f"the journal cannot be written: {error.strerror}", self.path) from error
         self.records += 1
         self.size += written
@@ -6802,7 +6839,10 @@ class Journal:
         except OSError as error:
             raise ConfigError(f"the journal cannot be opened: {error.strerror}", self.path,
                               "name another place with --journal FILE, or --journal none") from error
-        if os.fstat(self.descriptor).st_uid != os.geteuid():
+        known = os.fstat(self.descriptor)
+        if not stat.S_ISREG(known.st_mode):  # reading a pipe would wait for its writer
+            raise ConfigError("the journal is no file", self.path)
+        if known.st_uid != os.geteuid():
             raise ConfigError("the journal belongs to another user, so it is not gone on with", self.path)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -6902,22 +6942,43 @@ class Kept(Value):
     size: int
 
 
-def kept_sessions(folder: str) -> list[Kept]:
-    """The sessions in a folder, the newest first; what is no journal is passed over."""
-    found = []
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        path = os.path.join(folder, name)
+def kept_sessions(folder: str) -> tuple[list[Kept], list[ConfigError]]:
+    """The sessions in a folder, the newest first, and what is wrong with the journals that cannot be read. Raises
+    ConfigError for a folder that cannot be."""
+    found, damaged = [], []
+    for name in names_in(folder):
         if name.endswith(".jsonl"):
-            with contextlib.suppress(ConfigError, OSError):  # `show` says what is wrong with that one
-                found.append(kept_session(path))
-    return sorted(found, key=lambda kept: kept.at, reverse=True)
+            try:
+                found.append(kept_session(os.path.join(folder, name)))
+            except FileNotFoundError:  # another process has just removed it
+                continue
+            except ConfigError as error:
+                damaged.append(error)
+    return sorted(found, key=lambda kept: kept.at, reverse=True), damaged
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in the folder of the sessions, in order; none where it is not made yet. Raises ConfigError."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"the sessions cannot be listed: {error.strerror}", folder, "XDG_STATE_HOME names another place, "
+                          "and --journal none needs none") from error
 
 
 def kept_session(path: str) -> Kept:
-    with open(path, "rb") as file:
-        found, first = os.fstat(file.fileno()), file.readline()
-        file.seek(max(0, found.st_size - LAST_RECORD))
-        last = whole_lines(file.read())[0]
+    """What a journal's ends say. Raises ConfigError, or FileNotFoundError where it is gone."""
+    try:
+        with open(path, "rb") as file:
+            found, first = os.fstat(file.fileno()), file.readline()
+            file.seek(max(0, found.st_size - LAST_RECORD))
+            last = whole_lines(file.read())[0]
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error), path) from error
     started, finished = read_record(first, f"{path}:1"), None
     if last and b'"session.finished"' in last[-1]:
         finished = read_record(last[-1], path)
@@ -6929,7 +6990,7 @@ def prune(folder: str, finished_s: float, other_s: float, most_bytes: int, now: 
     """Removes sessions: finished ones older than `finished_s` seconds or beyond `most_bytes` in all, others older than
     `other_s`; none that a process has. Returns how many, and their bytes."""
     removed = total = size = 0
-    for kept in kept_sessions(folder):
+    for kept in kept_sessions(folder)[0]:
         done = kept.finished is not None and kept.finished.exit_code == ExitCode.ANSWERED
         total += kept.size * done
         if now - kept.at < (finished_s if done else other_s) and not (done and total > most_bytes):
@@ -6941,7 +7002,7 @@ def prune(folder: str, finished_s: float, other_s: float, most_bytes: int, now: 
             os.unlink(kept.path)
             removed, size = removed + 1, size + kept.size
         os.close(descriptor)
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():  # outputs of a session whose journal lies elsewhere
+    for name in names_in(folder):  # outputs of a session whose journal lies elsewhere
         path = os.path.join(folder, name)
         if name.endswith(OUTPUTS) and not os.path.exists(path.removesuffix(OUTPUTS) + ".jsonl") and now - os.stat(path).st_mtime >= other_s:
             shutil.rmtree(path, ignore_errors=True)
@@ -6955,8 +7016,11 @@ def outputs_folder(journal: str) -> str:
 
 def take_lock(path: str, overlap: OnOverlap, deadline: Deadline) -> int:
     """The descriptor of a lock that ends with this process. Raises AgentLoopError (exit 75) where another one has it."""
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        make_private(os.path.dirname(path))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the lock cannot be made: {error.strerror}", path) from error
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -7664,7 +7728,8 @@ def safe_answer(text: str) -> str:
 def progress_line(event: Event, loudness: Loudness) -> str | None:
     """The one line on stderr for an event; None for those that say nothing."""
     words = next((table[type(event)] for table in WORDS[loudness] if type(event) in table), None)
-    return words(event) if words else None
+    line = words(event) if words else None
+    return line and visible(line)
 
 
 def started_line(event: SessionStarted) -> str:
@@ -8317,7 +8382,7 @@ def start(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
         asked.closing.callback(os.close, lock)
     data = read_stdin(flags, streams, deadline)
     task, data = (data.strip(), "") if flags.task == "-" or flags.stdin is StdinMode.TASK else (flags.task, data)
-    unfinished = unfinished_session(flags, machine, task)
+    unfinished = unfinished_session(flags, machine, streams, task)
     if unfinished:
         return go_on(replace(asked, flags=replace(flags, session=unfinished, task="", name="")))
     choice = choose_model(flags, machine, manifest, streams)
@@ -8368,13 +8433,18 @@ def answer_schema(path: str) -> JSON:
 
 def checked_name(name: str, where: str) -> str:
     if not SESSION_NAME.fullmatch(name):
-        raise ConfigError("a name has letters, digits, '.', '_' and '-', at most 64", where)
+        raise ConfigError("a name has letters, digits, '_', '-' and, not at first, '.', at most 64", where)
     return name
 
 
-def unfinished_session(flags: Flags, machine: Machine, task: str) -> str:
+def unfinished_session(flags: Flags, machine: Machine, streams: Streams, task: str) -> str:
     """The path of the last session of that name, if it has the same task and did not finish; else ""."""
-    last = next((kept for kept in kept_sessions(sessions_folder(machine)) if flags.name and kept.started.name == flags.name), None)
+    if not flags.name:
+        return ""
+    known, damaged = kept_sessions(sessions_folder(machine))
+    for error in damaged:
+        streams.show(Warned(f"{error}; if this was session {flags.name}, another one begins"))
+    last = next((kept for kept in known if kept.started.name == flags.name), None)
     if last is None or last.started.task != task:
         return ""
     return "" if last.finished and last.finished.exit_code in (ExitCode.ANSWERED, ExitCode.ANSWERED_DENIED) else last.path
@@ -8395,7 +8465,9 @@ def go_on(asked: Invocation) -> tuple[SessionFinished, AgentLoopError | None]:
     flags, machine, streams = asked.flags, asked.machine, asked.streams
     journal = Journal(find_journal(flags.session, machine))
     events, cut = journal.recover()
-    state = functools.reduce(apply, events, State())
+    state = State()
+    for n, event in enumerate(events, 1):
+        state = follow(state, event, f"{journal.path}:{n}")
     started = state.started
     if cut:
         streams.show(Warned(cut))
@@ -8433,6 +8505,8 @@ def settlements(flags: Flags, uncertain: Mapping[str, str]) -> dict[str, Settlem
                               f"there {'is' if len(uncertain) == 1 else 'are'}: {', '.join(uncertain) or 'none'}")
         if said not in list(Settlement):
             raise ConfigError(f"{visible(said)!r} is none of {', '.join(Settlement)}", f"--settle {call}=…")
+        if call in settled:
+            raise ConfigError("it is settled twice", f"--settle {call}=…")
         settled[call] = Settlement(said)
     return settled
 
@@ -8574,14 +8648,14 @@ def show_session(asked: Invocation) -> ExitCode:
         tidy(asked, seconds, seconds)
         return ExitCode.ANSWERED
     if not flags.session:
-        for kept in kept_sessions(sessions_folder(asked.machine)):
+        for kept in kept_sessions(sessions_folder(asked.machine))[0]:
             streams.out((to_json(listing(kept)) if flags.output is not OutputFormat.TEXT else listed_line(kept)) + "\n")
         return ExitCode.ANSWERED
     path, code = find_journal(flags.session, asked.machine), ExitCode.ANSWERED
     scopes: dict[str, None] = {}
     for event in read_damaged(path, read_bytes(path)):
         if isinstance(event, ConfigError):
-            streams.err(f"agentloop: {event}")
+            streams.err(f"agentloop: {on_one_line(str(event))}")
             code = ExitCode.CONFIG
         elif flags.scopes is Scopes.SHOWN:
             scopes.update(dict.fromkeys(needed_grants(event)))
@@ -8611,8 +8685,8 @@ def listing(kept: Kept) -> dict[str, JSON]:
 
 def listed_line(kept: Kept) -> str:
     shown = listing(kept)
-    return f"{shown['session']}  {shown['at']}  {shown['outcome']:<15}  {shown['name'] + ': ' if shown['name'] else ''}" + \
-        one_line(kept.started.task, 60)
+    session, at, outcome, name = (on_one_line(shown[key]) for key in ("session", "at", "outcome", "name"))
+    return f"{session}  {at}  {outcome:<15}  {name and name + ': '}" + one_line(kept.started.task, 60)
 
 
 def tidy(asked: Invocation, finished_s: float, other_s: float) -> None:
@@ -8627,12 +8701,16 @@ def tidy_daily(asked: Invocation) -> None:
     folder, mark = sessions_folder(asked.machine), os.path.join(asked.machine.state, "tidied")
     if not os.path.isdir(folder) or os.path.exists(mark) and time.time() - os.path.getmtime(mark) < DAY:
         return
-    descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with contextlib.suppress(BlockingIOError):  # another one is at it
+    try:
+        descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        asked.closing.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.utime(mark)
         tidy(asked, 30 * DAY, 90 * DAY)
-    os.close(descriptor)
+    except BlockingIOError:  # another one is at it
+        return
+    except (OSError, ConfigError) as error:  # the run itself can do without
+        asked.streams.show(Warned(f"old sessions are not removed: {error}"))
 
 
 def denied_line(finished: SessionFinished) -> AgentLoopError | None:
@@ -8648,7 +8726,7 @@ def denied_line(finished: SessionFinished) -> AgentLoopError | None:
 
 def answer_line(event: Event) -> str:
     if isinstance(event, SessionFinished):
-        return f"{event.outcome} (exit {event.exit_code}): " + on_one_line(as_text(event.answer or ""))
+        return on_one_line(f"{event.outcome} (exit {event.exit_code}): {as_text(event.answer or '')}")
     return ""
 
 
@@ -8674,7 +8752,7 @@ def drive(setup: Setup, choice: ModelChoice, model: Any, deadline: Deadline, jou
     if setup.asked.flags.log:
         log = Log(setup.asked.flags.log, (state.started or opening).session)
         setup.asked.closing.callback(log.close)
-        parts = replace(parts, sinks=(*parts.sinks, log.show))
+        parts = replace(parts, sinks=(log.show, *parts.sinks))  # an answer is not printed whose log has a hole
     session = Session(replace(parts, spills=spills_of(setup.asked.machine, journal, (state.started or opening).session, parts.mask)),
                       setup.grants, state)
     if state.started:
@@ -8763,16 +8841,25 @@ def new_journal(flags: Flags, machine: Machine, session: str) -> Journal | NoJou
 def find_journal(session: str, machine: Machine) -> str:
     """The path of a session's journal: a path itself, an id or a unique prefix of one. Raises ConfigError."""
     if "/" in session or session.endswith(".jsonl"):
-        found = [session] if os.path.exists(session) else []
+        found = [session] if has_end(session) else []
     else:
         folder = sessions_folder(machine)
-        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        found = [os.path.join(folder, name) for name in names if session and name.startswith(session) and name.endswith(".jsonl")]
-        found = found or [kept.path for kept in kept_sessions(folder) if session and kept.started.name == session][:1]
+        found = [os.path.join(folder, name) for name in names_in(folder)
+                 if session and name.startswith(session) and name.endswith(".jsonl")]
+        found = found or [kept.path for kept in kept_sessions(folder)[0] if session and kept.started.name == session][:1]
     if len(found) != 1:
         raise ConfigError("no such session" if not found else f"{len(found)} sessions begin with it",
                           f"session {visible(session)}")
     return found[0]
+
+
+def has_end(path: str) -> bool:
+    """Whether there is something to be read whole: a file, or a pipe as the shell's `<(…)` is; /dev/zero has no end."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
 
 
 def limits_of(flags: Flags, manifest: Manifest, base: Limits) -> Limits:
@@ -9103,7 +9190,7 @@ def named_output(argv: Sequence[str]) -> OutputFormat:
 
 
 DIM = "\x1b[2m{}\x1b[0m"
-SESSION_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SESSION_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 DAY, MOST_KEPT = 86_400.0, 256 << 20  # seconds, bytes of finished sessions
 SYSTEM_PROMPT = "You are an administrator's assistant on a machine. You know nothing about it until a tool says so."
 DATA_CAP = 4_000_000  # bytes

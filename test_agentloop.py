@@ -1958,6 +1958,19 @@ def test_a_full_disk_is_an_error_and_no_effect_goes_without_its_record(home):
     assert len(added(home)) <= sum(record["type"] == "tool.started" for record in records)
 
 
+def test_a_full_disk_at_the_first_record_leaves_no_file(home):
+    limited = ["bash", "-c", 'ulimit -f 0; trap "" XFSZ; exec "$@"', "bash", sys.executable, str(HERE / "agentloop.py")]
+    ended = subprocess.run([*limited, "run", "x", *script(home, {"text": "ok"}), "-q"], cwd=home, env=program_environment(home),
+                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "") and "the journal cannot be written: " in ended.stderr
+    assert [*(home / "state").rglob("*.jsonl*")] == []
+
+
+def test_a_log_that_cannot_be_written_ends_the_run_with_one_result(home):
+    ended = agentloop_run(home, "x", *script(home, {"text": "ok"}), "-q", "-o", "json", "--log", "/dev/full")
+    assert ended.code == 2 and ended.object["exit_code"] == 2 and "--log /dev/full: cannot be written" in ended.stderr
+
+
 def test_a_state_folder_that_cannot_be_written_is_said_before_the_model_is_asked(home):
     (home / "state").write_text("a file where the folder should be")
     with fakeserver.serve([{"text": "x"}], wire=Wire.OPENAI) as server:
@@ -2047,6 +2060,14 @@ def test_a_hostile_call_hides_nothing_and_moves_no_cursor(home):
     assert "\x1b" not in asked and "\u202e" not in asked and "\u200b" not in asked
     assert r"echo \u{1b}[2J\u{1b}[1A\u{202e}\u{200b}␠×2000; rm -rf x" in asked.replace("\r\n", "")
     assert re.search(r"100\d\d\d bytes, SHA-256 [0-9a-f]{64}", asked)
+
+
+def test_a_host_program_that_answers_one_call_twice_has_said_no_to_all(home):
+    process = agentloop_popen(home, "run", "x", *script(home, BATCH, {"text": "the end"}), "--approve", "stdio", "-o", "jsonl", "-q",
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    answers = [{"call": "c1", "decision": said} for said in ("deny", "allow")] + [{"call": "c2", "decision": "allow"}]
+    stdout, _ = process.communicate(json.dumps({"answers": answers}) + "\n", timeout=20)
+    assert (process.returncode, json.loads(stdout.splitlines()[-1])["exit_code"], added(home)) == (4, 4, [])
 
 
 def test_a_host_program_answers_over_stdio(home):
@@ -5235,8 +5256,8 @@ def test_a_person_settles_what_is_not_known(home, said, code, effects):
     session = journal_of(home).stem
     uncertain = agentloop_run(home, session, *SHELL, "-q", command="resume")
     assert uncertain.code == 10 and uncertain.stderr.splitlines()[-1].endswith(f"resume {session} --yes-scope run_shell --settle c1=done")
-    for wrong in ("c2=done", "c1=perhaps"):
-        assert agentloop_run(home, session, *SHELL, "-q", "--settle", wrong, command="resume").code == 2
+    for wrong in (["c2=done"], ["c1=perhaps"], ["c1=done", "--settle", "c1=retry"]):
+        assert agentloop_run(home, session, *SHELL, "-q", "--settle", *wrong, command="resume").code == 2
     (home / "settled").touch()
     ended = agentloop_run(home, session, *SHELL, "-q", "--settle", f"c1={said}", command="resume")
     assert (ended.code, ended.stdout) == (code, "fine\n") and (home / "effects").read_text() == "x\n" * effects
@@ -5263,6 +5284,8 @@ DAMAGES = {
     "unknown-event": (lambda lines: [lines[0], b'{"type": "tool.undone", "seq": 2, "at": ""}\n', *lines[2:]], ":2: not an event that this version knows"),
     "newer-version": (lambda lines: [lines[0].replace(b'"journal": 1', b'"journal": 2'), *lines[1:]], ":1: a journal of version 2, and this agentloop knows 1"),
     "not-json": (lambda lines: [lines[0], b"what?\n", *lines[2:]], ":2: this line is no record"),
+    "type-is-a-list": (lambda lines: [lines[0], b'{"type": [null]}\n', *lines[2:]], ":2: not an event that this version knows"),
+    "moves-the-cursor": (lambda lines: [lines[0].replace(b'"journal": 1', b'"journal": "\\u001b[2J"'), *lines[1:]], ":1: a journal of version \\u{1b}[2J"),
 }
 
 
@@ -5276,6 +5299,58 @@ def test_each_damage_has_its_place_and_its_name_and_show_reads_the_rest(home, da
     shown = agentloop_run(home, "./j.jsonl", "-o", "jsonl", command="show")
     assert shown.code == 2 and f"j.jsonl{message}" in shown.stderr and shown.events[-1]["type"] == "session.finished"
     assert len(shown.events) >= len(lines) - 2
+
+
+MISPLACED = {
+    "begun-twice": (lambda lines: [lines[0], *lines], ":2: a session starts once, and with its first record"),
+    "no-call": (lambda lines: [lines[0], *lines[2:]], ":2: there is no call c1"),
+    "undecided": (lambda lines: [line for line in lines if b'"call.decided"' not in line], " cannot have a result here"),
+    "result-twice": (lambda lines: [line for line in lines for _ in range(1 + (b'"tool.finished"' in line))], " cannot have a result here"),
+    "in-a-sub-agent": (lambda lines: [line for line in lines if b'"agent.step"' not in line or b'"model.replied"' not in line], ": there is no call c1"),
+}
+
+
+@pytest.mark.parametrize("damage,message", MISPLACED.values(), ids=MISPLACED)
+def test_a_record_that_cannot_follow_has_its_place_and_nothing_is_folded_or_replayed(home, damage, message):
+    (home / "m.toml").write_text(ARITHMETIC + AGENT)
+    flags = script(home, call("helper", task="y"), call("add", a=1, b=2), {"text": "3"}, *TWELVE)
+    assert agentloop_run(home, "x", *flags, *GRANTED, "--yes-scope", "helper", "-q", "--journal", "j.jsonl", "--max-turns", "3").code == 5
+    before = added(home)
+    lines = damage((home / "j.jsonl").read_bytes().splitlines(keepends=True))
+    (home / "j.jsonl").write_bytes(b"".join(lines))
+    ended = agentloop_run(home, "./j.jsonl", "-q", *GRANTED, command="resume")
+    assert ended.code == 2 and re.search(r"j\.jsonl:\d+: ", ended.stderr) and message in ended.stderr and len(ended.stderr.splitlines()) == 1
+    replayed = agentloop_run(home, "x", "-m", "replay:./j.jsonl", "-t", "m.toml", "-q", *GRANTED)
+    assert (replayed.code, replayed.stdout) == (2, "") and message in replayed.stderr and added(home) == before
+
+
+def escaping(value):
+    """The JSON value with an escape sequence in each of its texts that no field's values name."""
+    if isinstance(value, dict):
+        return {key: escaping(each) if key not in ("type", "call_mode") else each for key, each in value.items()}
+    if isinstance(value, list):
+        return [escaping(each) for each in value]
+    return value + "\x1b[2J" if isinstance(value, str) and value not in NAMED_VALUES else value
+
+
+NAMED_VALUES = {str(each) for kind in vars(agentloop).values() if isinstance(kind, type) and issubclass(kind, agentloop.StrEnum) for each in kind}
+
+
+def test_a_hostile_journal_moves_no_cursor_when_it_is_shown(home):
+    agentloop_run(home, "x", *script(home, *TWELVE), *GRANTED, "-q")
+    records = [escaping(record) for record in records_of(journal_of(home))]
+    journal_of(home).write_text("".join(json.dumps(record) + "\n" for record in records))
+    for words in (str(journal_of(home)),), ("",):
+        shown = agentloop_run(home, *words, command="show")
+        assert shown.code == 0 and "u{1b}[2J" in shown.stdout and "\x1b" not in shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize("command,words", [("show", ("/dev/full",)), ("resume", ("/dev/full",)), ("run", ("-m", "replay:/dev/full")), ("resume", ("./pipe",))],
+                         ids=["show", "resume", "replay", "resume-a-pipe"])
+def test_what_has_no_end_is_no_session(home, command, words):
+    os.mkfifo(home / "pipe")
+    ended = agentloop_run(home, "x" if command == "run" else words[0], *words[command != "run":], command=command)
+    assert (ended.code, ended.stdout) == (2, "") and ("no such session" in ended.stderr or "the journal is no file" in ended.stderr)
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 4096, b'{"type": "tool.fin', b"\0\0\n\0"], ids=["zeros", "half", "zeros-and-lines"])
@@ -5335,7 +5410,30 @@ def test_a_named_session_goes_on_until_it_is_finished(home):
     assert agentloop_run(home, "nightly", "-q", command="resume") == Ended(0, "other\n", "")
     text = agentloop_run(home, "", command="show").stdout.splitlines()
     assert len(text) == 3 and re.fullmatch(r"[0-9a-f]{8}  \S+Z  answered         nightly: another", text[0])
-    assert agentloop_run(home, "t", *script(home, {"text": "new"}), "-q", "--session", "a/b").code == 2
+    for wrong in ("a/b", "..", ".hidden", "a b", "x" * 65):
+        assert agentloop_run(home, "t", *script(home, {"text": "new"}), "-q", "--session", wrong).code == 2
+
+
+def test_a_journal_that_cannot_be_read_is_said_where_a_name_may_be_in_it(home):
+    words = ("-q", "--session", "nightly")
+    agentloop_run(home, "t", *script(home, *TWELVE), *words, *GRANTED, "--max-turns", "1")
+    journal_of(home).write_text("what?\n")
+    path = journal_of(home)
+    ended = agentloop_run(home, "t", *script(home, {"text": "new"}), "--session", "nightly")
+    assert (ended.code, ended.stdout) == (0, "new\n") and f"{path}:1: this line is no record" in ended.stderr
+    assert "if this was session nightly, another one begins" in ended.stderr
+    assert agentloop_run(home, "t", *script(home, {"text": "new"}), "-q") == Ended(0, "new\n", "")
+
+
+@pytest.mark.parametrize("words,command", [(("nightly",), "show"), ((), "show"), (("ab12",), "resume")], ids=["show", "list", "resume"])
+def test_a_folder_of_sessions_that_cannot_be_listed_is_one_line(home, words, command):
+    folder = home / "state" / "agentloop" / "sessions"
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file where the folder should be")
+    ended = agentloop_run(home, *(words or ("",)), command=command)
+    assert ended == Ended(2, "", f"agentloop: {folder}: the sessions cannot be listed: Not a directory; "
+                          "XDG_STATE_HOME names another place, and --journal none needs none\n")
+    assert agentloop_run(home, "t", *script(home, {"text": "new"}), "-q", "--journal", "none") == Ended(0, "new\n", "")
 
 
 def test_one_run_at_a_time_has_a_lock(home):
@@ -5347,6 +5445,10 @@ def test_one_run_at_a_time_has_a_lock(home):
     assert agentloop_run(home, "x", *flags, "-q", "--lock", "job") == Ended(
         75, "", "agentloop: --lock job: another run has the lock; try again later, or wait for it: --on-overlap wait\n")
     assert agentloop_run(home, "x", *flags, "-q", "--lock", "other") == Ended(0, "second\n", "")
+    assert agentloop_run(home, "x", *flags, "-q", "--lock", "..").code == 2
+    (home / "plain").write_text("a file where the folder should be")
+    ended = agentloop_run(home, "x", *flags, "-q", "--lock", "job", environ={"XDG_STATE_HOME": str(home / "plain")})
+    assert (ended.code, ended.stdout) == (2, "") and "the lock cannot be made: Not a directory" in ended.stderr
     assert agentloop_run(home, "x", *flags, "-q", "--lock", "job", "--on-overlap", "wait", "--timeout", "0.3s").code == 124
     waiting = agentloop_popen(home, "run", "x", *flags, "-q", "--lock", "job", "--on-overlap", "wait", stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
